@@ -1,0 +1,54 @@
+"""A chosen config with its reasons: a value that can be printed, compared and sent."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Generic
+
+from ..core.types import Cfg, ConfigKey
+
+
+@dataclasses.dataclass(frozen=True)
+class Passed:
+    """A source of configs that had none, and why."""
+
+    tier: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision(Generic[Cfg]):
+    """Which config a call runs with, which tier gave it, and why those before it did not.
+
+    Attributes:
+      cfg: the config.
+      tier: `override`, `overlay`, `memory`, `persistent`, `autotune` or `heuristics`.
+      key: the call it was decided for.
+      reason: where the config comes from, in words.
+      passed: the tiers that were asked before, each with why it had nothing.
+      signature: the call, readable.
+      about: what the store or the tuner knows: when measured, how fast, against what.
+    """
+
+    cfg: Cfg
+    tier: str
+    key: ConfigKey
+    reason: str
+    passed: tuple[Passed, ...] = ()
+    signature: str = ""
+    about: Any = None
+
+    def explain(self) -> str:
+        """The whole story, for a person."""
+        lines = [
+            f"{self.key.op_id}({self.signature})",
+            f"  device   {self.key.device}",
+            f"  key      {self.key.call_key}",
+            f"  config   {self.cfg}",
+            f"  chosen   by {self.tier}: {self.reason}",
+        ]
+        lines += [f"  before   {passed.tier}: {passed.reason}" for passed in self.passed]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.explain()

@@ -1,0 +1,261 @@
+"""Which config a call runs with: a chain of tiers, asked in a fixed order."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..core.invocation import Invocation
+from ..core.kernel import Kernel
+from ..core.types import ConfigKey
+from ..utils.fingerprint import device_fingerprint
+from .cache import ConfigCache, overlay_cache
+from .decision import Decision, Passed
+from .persistent import PersistentCache
+from .policy import AutotunePolicy, effective_policy, forward_autotune_only, policy_override
+from .tiers import (
+    AutotuneTier,
+    Found,
+    HeuristicsTier,
+    MemoryTier,
+    OverlayTier,
+    OverrideTier,
+    PersistentTier,
+    Request,
+    Tier,
+)
+
+if TYPE_CHECKING:
+    from ..tuner.outcome import Outcome
+    from ..tuner.tuner import Tuner
+
+__all__ = [
+    "AutotunePolicy",
+    "ConfigSelectorChain",
+    "Tuner",
+    "forward_autotune_only",
+    "overlay_cache",
+    "policy_override",
+]
+
+logger = logging.getLogger(__name__)
+C = TypeVar("C")
+O = TypeVar("O")  # noqa: E741
+
+_count = itertools.count(1)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Tuner":  # documented here; made where the measuring is
+        from ..tuner.tuner import Tuner
+
+        return Tuner
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class ConfigSelectorChain:
+    """Asks, in this order: override, overlay, memory, persistent, autotune, heuristics.
+
+    The policy's `cache_miss_fallback` decides which of the last two comes first. When no tier has
+    a config, `choose` raises a `RuntimeError` that lists each tier with its reason.
+
+    Args:
+      cache: the memory cache (a new one by default).
+      policy: what is allowed on a miss; the default tunes, then falls back to heuristics.
+      tuner: measures candidates; default `Tuner()`.
+      persistent: a `PersistentCache`, or a path for one; None for no disk.
+      persist_autotune: write tuned configs to `persistent`.
+      on_event: called as `on_event(event, device=, op_id=, call_key=, cfg=, …)`.
+      forbid_reautotune: tune each key once; asking again gives the known answer.
+      autotune: shorthand for the policy.
+
+    >>> from ejkernel.ops import ConfigCache, ConfigSelectorChain
+    >>> selector = ConfigSelectorChain(ConfigCache(), autotune=False)
+    """
+
+    def __init__(
+        self,
+        cache: ConfigCache | None = None,
+        policy: AutotunePolicy | None = None,
+        tuner: Tuner | None = None,
+        persistent: PersistentCache | str | os.PathLike[str] | None = None,
+        persist_autotune: bool = True,
+        on_event: Callable[..., Any] | None = None,
+        forbid_reautotune: bool = True,
+        *,
+        autotune: bool | None = None,
+    ) -> None:
+        if autotune is not None and policy is not None:
+            raise TypeError(
+                "ConfigSelectorChain: autotune= is a shorthand for policy=; give one of them"
+            )
+        if policy is not None and not isinstance(policy, AutotunePolicy):
+            raise TypeError(
+                f"ConfigSelectorChain: policy must be an AutotunePolicy, got {policy!r}"
+            )
+        if autotune is not None:
+            policy = AutotunePolicy.tuning(autotune)
+        self.cache = ConfigCache() if cache is None else cache
+        self.policy = policy or AutotunePolicy()
+        self.persistent = (
+            PersistentCache(persistent)
+            if isinstance(persistent, (str, os.PathLike))
+            else persistent
+        )
+        self.persist_autotune = persist_autotune
+        self.on_event = on_event
+        # Part of jit keys, so a number that is never used again, not an address.
+        self.selector_id = f"selector-{next(_count)}"
+        self._tuner = tuner
+        self._stored: list[Tier] = [
+            MemoryTier(self.cache),
+            PersistentTier(self.persistent, self.cache),
+        ]
+        self._known: list[Tier] = [OverrideTier(), OverlayTier(), *self._stored]
+        self._autotune = AutotuneTier(self._tune, self._keep, forbid_reautotune)
+        self._heuristics = HeuristicsTier()
+
+    @property
+    def tuner(self) -> Tuner:
+        """The tuner, made when first needed."""
+        if self._tuner is None:
+            from ..tuner.tuner import Tuner
+
+            self._tuner = Tuner()
+        return self._tuner
+
+    # --- asking ----------------------------------------------------------------------------------
+
+    def choose(self, inv: Invocation[C, O], kernel: Kernel[C, O]) -> C:
+        """The config for an invocation."""
+        return self.decide(inv, kernel).cfg
+
+    def decide(self, inv: Invocation[C, O], kernel: Kernel[C, O]) -> Decision[C]:
+        """The config for an invocation, with its reasons."""
+        if inv.kernel is None:
+            inv = Invocation(
+                op_id=inv.op_id,
+                args=inv.args,
+                kwargs=inv.kwargs,
+                kernel=kernel,
+                batch_axes=inv.batch_axes,
+                override_cfg=inv.override_cfg,
+                stamp=inv.stamp,
+                metadata=inv.metadata,
+            )
+        request = self._request(inv, kernel)
+        passed: list[Passed] = []
+        for tier in self._tiers(request.policy):
+            answer = tier.look(request)
+            if isinstance(answer, Found):
+                return Decision(
+                    cfg=answer.cfg,
+                    tier=tier.name,
+                    key=request.key,
+                    reason=answer.reason,
+                    passed=tuple(passed),
+                    signature=inv.signature,
+                    about=answer.about,
+                )
+            passed.append(Passed(tier.name, answer))
+        error = RuntimeError(_nothing_found(request, passed))
+        request.emit("error", error=error)
+        raise error
+
+    def known_config(self, op_id: str, call_key: str, device: str | None = None) -> Any:
+        """What overlays, memory and disk hold for a label's operation; None if nothing."""
+        from ..core import catalog
+        from .ambient import layers_in_force
+        from .cache import OverlayLayer
+
+        key = ConfigKey(device or device_fingerprint(), op_id, call_key)
+        for layer in layers_in_force(OverlayLayer):
+            cfg = layer.find(key)
+            if cfg is not None:
+                return cfg
+        cfg = self.cache.get(key)
+        if cfg is None and self.persistent is not None:
+            kernel = catalog.find(op_id)
+            cfg = self.persistent.get_as(key, kernel.config_type if kernel else None)
+        return cfg
+
+    def known_or_tuned(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Found | str:
+        """What memory or disk hold for an invocation, else the result of tuning it now.
+
+        Overlays and the policy have no say: this is an order to tune, not a call. A string says
+        why there is nothing.
+        """
+        request = self._request(inv, kernel, allow_autotune=True)
+        for tier in (*self._stored, self._autotune):
+            answer = tier.look(request)
+            if isinstance(answer, Found):
+                return answer
+        return answer
+
+    def _request(
+        self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], **changes: Any
+    ) -> Request:
+        key = inv.key
+        policy = dataclasses.replace(effective_policy(self.policy, self.selector_id), **changes)
+        return Request(inv, kernel, key, policy, self._emitter(key))
+
+    def _tiers(self, policy: AutotunePolicy) -> list[Tier]:
+        if policy.cache_miss_fallback == "heuristics":
+            return [*self._known, self._heuristics, self._autotune]
+        return [*self._known, self._autotune, self._heuristics]
+
+    # --- tuning ----------------------------------------------------------------------------------
+
+    def _tune(self, request: Request) -> Outcome:
+        from ..tuner.session import tune_request
+
+        return tune_request(self.tuner, request)
+
+    def _keep(self, request: Request, outcome: Outcome) -> None:
+        self.cache.put(request.key, outcome.best)
+        self.cache.mark_served(request.key)
+        if self.persistent is None or not self.persist_autotune:
+            return
+        try:
+            self.persistent.put(
+                request.key,
+                outcome.best,
+                signature=request.inv.signature,
+                **outcome.about(),
+            )
+        except OSError as error:
+            logger.warning(
+                "ejkernel: the tuned config of %s could not be written to %s: %s",
+                request.key,
+                self.persistent.path,
+                error,
+            )
+
+    # --- events ----------------------------------------------------------------------------------
+
+    def _emitter(self, key: ConfigKey) -> Callable[..., None]:
+        def emit(event: str, **data: Any) -> None:
+            if self.on_event is None:
+                return
+            try:
+                self.on_event(
+                    event, device=key.device, op_id=key.op_id, call_key=key.call_key, **data
+                )
+            except Exception:
+                # A listener is a guest: what it does wrong is said, and the call goes on.
+                logger.exception("ejkernel: on_event raised for event %r of %s", event, key)
+
+        return emit
+
+
+def _nothing_found(request: Request, passed: list[Passed]) -> str:
+    tiers = "\n".join(f"  {p.tier}: {p.reason}" for p in passed)
+    return (
+        f"no config for {request.key.op_id}({request.inv.signature}), key {request.key.call_key} "
+        f"on {request.key.device}:\n{tiers}\n"
+        "Tune it (policy_override(autotune=True)), allow heuristics, or give cfg= with the call."
+    )

@@ -1,0 +1,227 @@
+"""The sources of configs, one small object each. The chain asks them in order.
+
+A tier answers with a `Found` or says why it has nothing. It knows nothing of the other tiers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..core.types import ConfigKey
+from . import ambient
+from .cache import ConfigCache, OverlayLayer
+from .persistent import PersistentCache
+from .policy import AutotunePolicy
+
+if TYPE_CHECKING:
+    from ..core.invocation import Invocation
+    from ..core.kernel import Kernel
+    from ..tuner.outcome import Outcome
+
+logger = logging.getLogger(__name__)
+
+Emit = Callable[..., None]
+Task = tuple[ConfigKey, bool]
+"""What is tuned once: a key, with or without its backward pass."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One question: which config for this call, under this policy."""
+
+    inv: Invocation[Any, Any]
+    kernel: Kernel[Any, Any]
+    key: ConfigKey
+    policy: AutotunePolicy
+    emit: Emit
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A config, where it came from in words, and what else is known about it."""
+
+    cfg: Any
+    reason: str
+    about: Any = None
+
+
+class Tier(Protocol):
+    """A source of configs."""
+
+    name: str
+
+    def look(self, request: Request) -> Found | str:
+        """The config for a request, or the reason why this tier has none."""
+        ...
+
+
+class OverrideTier:
+    """The config that the caller gave with the call."""
+
+    name = "override"
+
+    def look(self, request: Request) -> Found | str:
+        cfg = request.inv.override_cfg
+        if cfg is None:
+            return "the call gave no cfg"
+        request.kernel.check_config(cfg)
+        request.emit("override", cfg=cfg)
+        return Found(cfg, "given with the call")
+
+
+class OverlayTier:
+    """`overlay_cache` blocks and tuning results in force, innermost first."""
+
+    name = "overlay"
+
+    def look(self, request: Request) -> Found | str:
+        count = 0
+        for layer in ambient.layers_in_force(OverlayLayer):
+            count += 1
+            cfg = layer.find(request.key)
+            if cfg is not None:
+                request.kernel.check_config(cfg, "an overlay holds")
+                request.emit("overlay_hit", cfg=cfg)
+                return Found(cfg, f"an overlay in force holds it (number {count} from the inside)")
+        return f"{count} in force, none has this call" if count else "none in force"
+
+
+class MemoryTier:
+    """The selector's memory cache."""
+
+    name = "memory"
+
+    def __init__(self, cache: ConfigCache) -> None:
+        self.cache = cache
+
+    def look(self, request: Request) -> Found | str:
+        cfg = self.cache.serve(request.key)
+        if cfg is None:
+            return f"not among its {len(self.cache)} configs"
+        request.kernel.check_config(cfg, "the memory cache holds")
+        request.emit("cache_hit", level="memory", cfg=cfg)
+        return Found(cfg, "in the memory cache")
+
+
+class PersistentTier:
+    """The store on disk; what it finds is kept in memory too."""
+
+    name = "persistent"
+
+    def __init__(self, store: PersistentCache | None, cache: ConfigCache) -> None:
+        self.store = store
+        self.cache = cache
+
+    def look(self, request: Request) -> Found | str:
+        if self.store is None:
+            return "no persistent cache is set"
+        cfg = self.store.get_as(request.key, request.kernel.config_type)
+        if cfg is None:
+            return f"nothing for this call in {self.store.path}"
+        request.kernel.check_config(cfg, "the store holds")
+        self.cache.put(request.key, cfg)
+        self.cache.mark_served(request.key)
+        request.emit("cache_hit", level="persistent", cfg=cfg)
+        entry = self.store.entry(request.key) or {}
+        about = entry.get("about", {})
+        return Found(cfg, f"stored{_when(about)} in {self.store.path}", about)
+
+
+def _when(about: dict[str, Any]) -> str:
+    return f" on {about['when']} by {about.get('where', '?')}" if "when" in about else ""
+
+
+class HeuristicsTier:
+    """The kernel's default config. Never kept: it would stand in the way of tuning later."""
+
+    name = "heuristics"
+
+    def look(self, request: Request) -> Found | str:
+        if not request.policy.allow_heuristics:
+            return "the policy does not allow it (allow_heuristics=False)"
+        try:
+            cfg = request.kernel.heuristic(request.inv)
+        except NotImplementedError as error:
+            return str(error)
+        request.emit("heuristics", cfg=cfg)
+        return Found(cfg, "the kernel's heuristic_cfg")
+
+
+class AutotuneTier:
+    """Measure the candidates; each key once, however many threads ask for it."""
+
+    name = "autotune"
+
+    def __init__(
+        self,
+        tune: Callable[[Request], Outcome],
+        keep: Callable[[Request, Outcome], None],
+        forbid_reautotune: bool,
+    ) -> None:
+        self._tune = tune
+        self._keep = keep
+        self._forbid_reautotune = forbid_reautotune
+        self._lock = threading.Lock()
+        self._under_way: dict[Task, Future[Found | str]] = {}
+        self._finished: dict[Task, Found | str] = {}
+        self._here = threading.local()
+
+    def look(self, request: Request) -> Found | str:
+        if not request.policy.allow_autotune:
+            return "the policy does not allow it (allow_autotune=False)"
+        # A config tuned forward only does not answer for forward and backward.
+        task = (request.key, request.policy.validate_backward)
+        if task in self._tasks_of_this_thread():
+            return "this very call is being tuned in this thread"
+        with self._lock:
+            if self._forbid_reautotune and task in self._finished:
+                return self._finished[task]
+            waiting = self._under_way.get(task)
+            if waiting is None:
+                promise: Future[Found | str] = Future()
+                self._under_way[task] = promise
+        if waiting is not None:
+            return waiting.result()
+        return self._fulfil(promise, task, request)
+
+    def _tasks_of_this_thread(self) -> set[Task]:
+        if not hasattr(self._here, "tasks"):
+            self._here.tasks = set()
+        return self._here.tasks  # type: ignore[no-any-return]
+
+    def _fulfil(self, promise: Future[Found | str], task: Task, request: Request) -> Found | str:
+        self._tasks_of_this_thread().add(task)
+        try:
+            answer = self._measure(request)
+        except BaseException as error:
+            promise.set_exception(error)
+            raise
+        else:
+            with self._lock:
+                self._finished[task] = answer
+            promise.set_result(answer)
+            return answer
+        finally:
+            self._tasks_of_this_thread().discard(task)
+            with self._lock:
+                del self._under_way[task]
+
+    def _measure(self, request: Request) -> Found | str:
+        from ..tuner.outcome import TuningFailed
+
+        request.emit("autotune_start")
+        try:
+            outcome = self._tune(request)
+        except TuningFailed as error:
+            # Rule: never fatal. The next tier serves, and the reason is said once.
+            logger.warning("ejkernel: %s", error)
+            request.emit("error", error=error)
+            return str(error)
+        self._keep(request, outcome)
+        request.emit("autotune_finish", cfg=outcome.best, outcome=outcome)
+        return Found(outcome.best, outcome.summary(), outcome)

@@ -1,0 +1,7 @@
+"""What is called: kernels, their invocations, which method runs, how gradients are made."""
+
+from .invocation import BatchAxes, Invocation
+from .kernel import Kernel
+from .types import Cfg, ConfigKey, Out
+
+__all__ = ["BatchAxes", "Cfg", "ConfigKey", "Invocation", "Kernel", "Out"]

@@ -1,0 +1,76 @@
+"""Which of a kernel's methods serves a device: `run_triton`, `run_gpu`, `run`, …"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+PLATFORMS = ("triton", "pallas", "xla")
+DEVICE_KINDS = ("gpu", "tpu", "cpu")
+SUFFIXES = PLATFORMS + DEVICE_KINDS
+
+METHODS = (
+    "run",
+    "heuristic_cfg",
+    "candidate_cfgs",
+    "config_space",
+    "custom_vjp",
+    "fwd_with_residuals",
+    "vjp",
+)
+
+# Most specific first; "" is the method without a suffix. On CPU `run_xla` is the implementation
+# for this very platform and comes before `run`; on an accelerator it is the last resort.
+_ORDER = {
+    "gpu": ("triton", "gpu", "", "xla"),
+    "tpu": ("pallas", "tpu", "", "xla"),
+    "cpu": ("cpu", "xla", ""),
+}
+
+
+def suffix_order(device_kind: str) -> tuple[str, ...]:
+    """The suffixes that may serve a device kind, most specific first."""
+    return _ORDER.get(device_kind, (device_kind, "", "xla"))
+
+
+def method_name(method: str, suffix: str) -> str:
+    """`run` and `gpu` make `run_gpu`; an empty suffix leaves the name alone."""
+    return f"{method}_{suffix}" if suffix else method
+
+
+def find_method(
+    kernel: Any, method: str, device_kind: str, base: type
+) -> Callable[..., Any] | None:
+    """The most specific implementation of `method` that the kernel's own classes define."""
+    for suffix in suffix_order(device_kind):
+        name = method_name(method, suffix)
+        defined = getattr(type(kernel), name, None)
+        if defined is not None and defined is not getattr(base, name, None):
+            return getattr(kernel, name)  # type: ignore[no-any-return]
+    return None
+
+
+def check_method_names(cls: type) -> None:
+    """Refuse a class that defines `run_cuda` or the like: it would never be called."""
+    for name, value in vars(cls).items():
+        if not callable(value):
+            continue
+        for method in METHODS:
+            suffix = name.removeprefix(f"{method}_")
+            if suffix != name and name not in METHODS and suffix not in SUFFIXES:
+                raise TypeError(
+                    f"kernel class {cls.__name__} defines {name}(), but {suffix!r} is not a platform "
+                    f"or device kind, so it would never run; known suffixes of {method}_ are "
+                    f"{', '.join(SUFFIXES)} (start helper methods with an underscore)"
+                )
+
+
+def defined_methods(cls: type, method: str, base: type) -> list[str]:
+    """The variants of `method` that a kernel class implements, for messages and tables."""
+    names = [method_name(method, suffix) for suffix in ("", *SUFFIXES)]
+    return [
+        name
+        for name in names
+        if getattr(cls, name, None) is not None
+        and getattr(cls, name) is not getattr(base, name, None)
+    ]

@@ -1,0 +1,273 @@
+"""A kernel's own gradient rule, in either documented form, as a `jax.custom_vjp`.
+
+Both forms are brought to one shape, a `Rule` with a forward and a backward function. What the
+author returns is checked, because a gradient in the wrong place is the worst kind of bug: it
+trains.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from ..utils.fingerprint import is_array
+from .dispatch import find_method
+from .partition import Partition, split
+
+if TYPE_CHECKING:
+    from .kernel import Kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A gradient rule: `forward(args, kwargs) -> (out, saved)`, `backward` -> raw gradients."""
+
+    forward: Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[Any, Any]]
+    backward: Callable[[Any, Any, tuple[Any, ...], Mapping[str, Any]], Any]
+    name: str
+
+
+def find_rule(
+    kernel: Kernel[Any, Any], run: Callable[..., Any], cfg: Any, device_kind: str
+) -> Rule | None:
+    """The rule the kernel defines for this device, or None: then JAX differentiates `run`."""
+    from .kernel import Kernel
+
+    simple = find_method(kernel, "custom_vjp", device_kind, Kernel)
+    forward = find_method(kernel, "fwd_with_residuals", device_kind, Kernel)
+    backward = find_method(kernel, "vjp", device_kind, Kernel)
+    if simple is not None:
+        return _simple_rule(run, simple, cfg)
+    if forward is not None and backward is not None:
+        return _residual_rule(forward, backward, cfg, kernel.full_op_id)
+    return None
+
+
+def _simple_rule(run: Callable[..., Any], custom_vjp: Callable[..., Any], cfg: Any) -> Rule:
+    def forward(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        return run(*args, cfg=cfg, **kwargs), None
+
+    def backward(_: Any, dout: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        cotangents = dout if isinstance(dout, tuple) else (dout,)
+        return custom_vjp(args, cfg, dict(kwargs), cotangents)
+
+    return Rule(forward, backward, "custom_vjp")
+
+
+def _residual_rule(fwd: Callable[..., Any], vjp: Callable[..., Any], cfg: Any, op_id: str) -> Rule:
+    def forward(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        result = fwd(*args, cfg=cfg, **kwargs)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(
+                f"kernel {op_id}: fwd_with_residuals must return (out, residuals), "
+                f"got {type(result).__name__}"
+            )
+        out, residuals = result
+        return out, (residuals, out)
+
+    def backward(saved: Any, dout: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        residuals, out = saved
+        return vjp(residuals, out, dout, *args, cfg=cfg, **kwargs)
+
+    return Rule(forward, backward, "vjp")
+
+
+def call_with_rule(
+    op_id: str,
+    rule: Rule,
+    primal: Callable[..., Any],
+    arrays: list[Any],
+    rest: Partition,
+    stage: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Any:
+    """Call `primal(*arrays)` such that differentiating the result uses `rule`.
+
+    `rest` puts the arrays back among the call's other arguments. `stage` wraps every piece of the
+    rule, so that the backward pass, which JAX traces later and elsewhere, carries the operation's
+    label too.
+    """
+
+    @jax.custom_vjp
+    def differentiable(arrays: list[Any]) -> Any:
+        return stage(primal)(*arrays)
+
+    def forward(arrays: list[Any]) -> tuple[Any, Any]:
+        values = [array.value for array in arrays]
+        differentiated = tuple(bool(array.perturbed) for array in arrays)
+        static: list[Partition] = []  # what the residuals hold beside arrays
+
+        def compute(*values: Any) -> Any:
+            out, saved = rule.forward(*rest.merge(values))
+            kept, beside = split(saved)
+            static.append(beside)
+            return out, kept
+
+        out, kept = stage(compute)(*values)
+        return out, (kept, values, _Static(op_id, (static[-1], differentiated)))
+
+    def backward(residuals: Any, dout: Any) -> tuple[list[Any]]:
+        kept, values, static = residuals
+        beside, differentiated = static.value
+
+        def compute(kept: Any, values: Any, dout: Any) -> list[Any]:
+            args, kwargs = rest.merge(values)
+            raw = rule.backward(beside.merge(kept), dout, args, kwargs)
+            gradients = _checked(op_id, rule.name, raw, args, kwargs)
+            _refuse_missing(op_id, rule.name, gradients[1], differentiated, args, kwargs)
+            leaves = _gradient_leaves(gradients, (args, dict(kwargs)))
+            return [leaves[i] for i in rest.array_positions]
+
+        return (stage(compute)(kept, values, _materialise(dout)),)
+
+    differentiable.defvjp(forward, backward, symbolic_zeros=True)
+    return differentiable(arrays)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What rides along among residuals without becoming an array: a config, sizes, flags."""
+
+    op_id: str
+    value: Any
+
+    def __hash__(self) -> int:
+        try:
+            return hash(self.value)
+        except TypeError as error:
+            raise TypeError(
+                f"kernel {self.op_id}: residuals may hold arrays and hashable values: {error}"
+            ) from error
+
+
+def _materialise(cotangent: Any) -> Any:
+    """Turn JAX's symbolic zeros into arrays: kernel authors receive arrays, always."""
+    zero = jax.custom_derivatives.SymbolicZero
+
+    def concrete(leaf: Any) -> Any:
+        return jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, zero) else leaf
+
+    return jax.tree.map(concrete, cotangent, is_leaf=lambda leaf: isinstance(leaf, zero))
+
+
+def _checked(
+    op_id: str,
+    rule: str,
+    raw: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The author's gradients as (one per argument, by keyword), after checking their number."""
+    if not isinstance(raw, (tuple, list)):
+        raise TypeError(
+            f"kernel {op_id}: {rule} must return a tuple with one gradient per argument, "
+            f"got {type(raw).__name__}"
+        )
+    gradients = tuple(raw)
+    by_keyword: dict[str, Any] = {}
+    if len(gradients) == len(args) + 1 and isinstance(gradients[-1], dict):
+        by_keyword = gradients[-1]
+        gradients = gradients[:-1]
+        unknown = sorted(set(by_keyword) - set(kwargs))
+        if unknown:
+            raise TypeError(
+                f"kernel {op_id}: {rule} returned gradients for keywords that the call "
+                f"does not have: {', '.join(unknown)}; it has {', '.join(kwargs) or 'none'}"
+            )
+    if len(gradients) != len(args):
+        raise TypeError(
+            f"kernel {op_id}: {rule} returned {len(gradients)} gradients for "
+            f"{len(args)} arguments; return one per argument, None where there is none"
+        )
+    checked = tuple(
+        _check_gradient(op_id, rule, f"argument {i}", gradient, arg)
+        for i, (gradient, arg) in enumerate(zip(gradients, args, strict=True))
+    )
+    return checked, {
+        name: _check_gradient(op_id, rule, f"keyword {name!r}", gradient, kwargs[name])
+        for name, gradient in by_keyword.items()
+    }
+
+
+def _check_gradient(op_id: str, rule: str, where: str, gradient: Any, primal: Any) -> Any:
+    """One argument's gradient with the argument's structure, shapes and dtypes, or an error."""
+    if gradient is None:
+        return None
+    leaves, structure = jax.tree.flatten(primal)
+    try:
+        parts = structure.flatten_up_to(gradient)
+    except (ValueError, TypeError) as error:
+        raise TypeError(
+            f"kernel {op_id}: {rule} returned a gradient for {where} whose structure "
+            f"differs from the argument's: {error}"
+        ) from error
+    checked = []
+    for part, leaf in zip(parts, leaves, strict=True):
+        if part is None or not _is_differentiable(leaf):
+            checked.append(None)
+            continue
+        if jnp.shape(part) != jnp.shape(leaf):
+            raise ValueError(
+                f"kernel {op_id}: {rule} returned a gradient of shape {jnp.shape(part)} "
+                f"for {where}, whose shape is {jnp.shape(leaf)}"
+            )
+        # A rule that accumulates in float32 may return float32 for a bfloat16 argument.
+        checked.append(jnp.asarray(part, dtype=leaf.dtype))
+    return jax.tree.unflatten(structure, checked)
+
+
+def _is_differentiable(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
+
+
+def _gradient_leaves(
+    gradients: tuple[tuple[Any, ...], dict[str, Any]],
+    primals: tuple[tuple[Any, ...], dict[str, Any]],
+) -> list[Any]:
+    """The gradients flattened beside the primal leaves; None where there is none."""
+    positional, by_keyword = gradients
+    args, kwargs = primals
+    structure = jax.tree.structure((args, kwargs))
+    full = (
+        tuple(_filled(g, arg) for g, arg in zip(positional, args, strict=True)),
+        {name: _filled(by_keyword.get(name), value) for name, value in kwargs.items()},
+    )
+    return list(structure.flatten_up_to(full))
+
+
+def _filled(gradient: Any, primal: Any) -> Any:
+    return jax.tree.map(lambda _: None, primal) if gradient is None else gradient
+
+
+def _refuse_missing(
+    op_id: str,
+    rule: str,
+    by_keyword: Mapping[str, Any],
+    differentiated: tuple[bool, ...],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """A keyword array that is differentiated must have a gradient: silence would mean zero.
+
+    For a positional argument the author said `None` and meant it; keywords they may not have
+    thought of at all.
+    """
+    positional = sum(is_array(leaf) for leaf in jax.tree.leaves(args))
+    owners = [
+        name
+        for name, value in sorted(kwargs.items())
+        for leaf in jax.tree.leaves(value)
+        if is_array(leaf)
+    ]
+    for owner, wanted in zip(owners, differentiated[positional:], strict=True):
+        if wanted and owner not in by_keyword:
+            raise TypeError(
+                f"kernel {op_id}: the keyword {owner!r} is being differentiated, but {rule} returns "
+                f"no gradient for it; pass it by position, return a dict {{{owner!r}: gradient}} "
+                f"after the positional gradients ({{{owner!r}: None}} for a zero one), or wrap it "
+                "in jax.lax.stop_gradient"
+            )

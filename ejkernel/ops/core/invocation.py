@@ -1,0 +1,159 @@
+"""One call of a kernel, as a value: its arguments, its key, and how to say it to a person."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Generic
+
+import jax
+
+from ..utils.fingerprint import (
+    abstractify,
+    abstractify_arguments,
+    device_fingerprint,
+    is_array,
+    leaf_signature,
+    tree_signature,
+)
+from ..utils.stable import short_hash, stable_json
+from .types import Cfg, ConfigKey, Out
+
+if TYPE_CHECKING:
+    from .kernel import Kernel
+
+_CALL_KEY = re.compile(r"[0-9a-f]{16}")
+
+KeyBuilder = Callable[["Invocation[Any, Any]"], str]
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchAxes:
+    """How a call is batched: `vmap` or `pmap`, over which axes, how many of them."""
+
+    transform: str
+    in_axes: Any
+    size: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Invocation(Generic[Cfg, Out]):
+    """A kernel, its arguments and what is known about the call.
+
+    The executor builds one while tracing; `kernel.bind(*args, **kwargs)` and the constructor build
+    one by hand, with the kernel itself or with an operation id alone.
+
+    `call_key` identifies the call for caches: it comes from shapes, dtypes, weak types, explicit
+    shardings, tree structure, static keyword values and batch axes, never from array values.
+    """
+
+    op_id: str = ""
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    kernel: Kernel[Cfg, Out] | None = None
+    batch_axes: Any = None
+    override_cfg: Cfg | None = None
+    stamp: bool = True
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.kernel is None and not self.op_id:
+            raise TypeError("Invocation needs a kernel= or an op_id=")
+        if self.kernel is not None and not self.op_id:
+            object.__setattr__(self, "op_id", self.kernel.op_id)
+        object.__setattr__(self, "args", tuple(self.args))
+        object.__setattr__(self, "kwargs", dict(self.kwargs or {}))
+        object.__setattr__(self, "metadata", dict(self.metadata or {}))
+
+    @property
+    def full_op_id(self) -> str:
+        """Operation and version, `matmul@v1`: the name used in caches, labels and events."""
+        if "@v" in self.op_id:
+            return self.op_id
+        version = self.kernel.version if self.kernel is not None else "1"
+        return f"{self.op_id}@v{version}"
+
+    @functools.cached_property
+    def abstract_args(self) -> Any:
+        """The positional arguments as a pytree of `jax.ShapeDtypeStruct`."""
+        return abstractify_arguments(self.args)
+
+    @functools.cached_property
+    def device_fingerprint(self) -> str:
+        """The device this call runs on (see `ejkernel.ops.device_fingerprint`)."""
+        return str(self.metadata.get("device") or device_fingerprint())
+
+    @functools.cached_property
+    def call_key(self) -> str:
+        """16 hexadecimal digits that identify this call among those of the operation."""
+        return short_hash(
+            {
+                "args": tree_signature(self.abstract_args),
+                "kwargs": {
+                    name: self._keyword_signature(name, value)
+                    for name, value in self.kwargs.items()
+                    if name not in self._unkeyed
+                },
+                "batch_axes": self.batch_axes,
+            }
+        )
+
+    def make_key(self, key_builder: KeyBuilder | None = None) -> str:
+        """The call key; from `key_builder(self)` if given, else from the kernel's own, if any."""
+        builder = key_builder or (self.kernel.key_builder if self.kernel is not None else None)
+        return self.call_key if builder is None else builder(self)
+
+    @functools.cached_property
+    def key(self) -> ConfigKey:
+        """The complete cache key: device, operation with version, call."""
+        call_key = self.make_key()
+        if not _CALL_KEY.fullmatch(call_key):  # a key builder may return any text
+            call_key = short_hash(call_key)
+        return ConfigKey(self.device_fingerprint, self.full_op_id, call_key)
+
+    @property
+    def signature(self) -> str:
+        """The call as a person would write it: `float32[8,8], float32[8,8], causal=True`."""
+        positional = [_readable(arg) for arg in self.args]
+        keywords = [f"{name}={_readable(value)}" for name, value in self.kwargs.items()]
+        text = ", ".join(positional + keywords)
+        if self.batch_axes is None:
+            return text
+        if isinstance(self.batch_axes, BatchAxes):
+            return f"{self.batch_axes.transform}[{self.batch_axes.size}]({text})"
+        return f"batch[{self.batch_axes}]({text})"
+
+    def abstract(self) -> Invocation[Cfg, Out]:
+        """The same call with shapes instead of arrays: safe to keep, equal in every key."""
+        return dataclasses.replace(
+            self, args=self.abstract_args, kwargs=abstractify(dict(self.kwargs))
+        )
+
+    @property
+    def _unkeyed(self) -> tuple[str, ...]:
+        return self.kernel.unkeyed if self.kernel is not None else ()
+
+    def _keyword_signature(self, name: str, value: Any) -> Any:
+        try:
+            if any(is_array(leaf) for leaf in jax.tree.leaves(value)):
+                return tree_signature(abstractify_arguments(value))
+            return {"static": stable_json(value)}
+        except TypeError as error:
+            raise TypeError(
+                f"kernel {self.full_op_id}: the keyword {name!r} cannot be part of the cache key: "
+                f"{error}. If it does not affect which config is best, name it in the kernel's "
+                f"`unkeyed = ({name!r},)`"
+            ) from error
+
+
+def _readable(value: Any) -> str:
+    leaves = jax.tree.leaves(value)
+    if is_array(value):
+        return leaf_signature(value)
+    if not any(is_array(leaf) for leaf in leaves):
+        return repr(value)
+    shown = ", ".join(leaf_signature(leaf) for leaf in leaves[:4])
+    more = f", … {len(leaves) - 4} more" if len(leaves) > 4 else ""
+    return f"{type(value).__name__}({shown}{more})"

@@ -1,0 +1,253 @@
+"""What a kernel author writes: one operation, its implementations, its space of configs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import typing
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+from ..utils.fingerprint import device_kind
+from ..utils.stable import stable_json
+from . import catalog
+from .dispatch import check_method_names, defined_methods, find_method
+from .invocation import Invocation, KeyBuilder
+from .types import Cfg, Out
+
+if TYPE_CHECKING:
+    from ..execution.entry import EntryTable
+
+_OP_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
+_VERSION = re.compile(r"[A-Za-z0-9_.]+")
+
+
+class Kernel(Generic[Cfg, Out]):
+    """One operation: an implementation per platform, a default config, a space of configs.
+
+    A subclass writes `run` (and, where a device deserves its own, `run_triton`, `run_pallas`,
+    `run_xla`, `run_gpu`, `run_tpu`, `run_cpu`), `heuristic_cfg`, and `candidate_cfgs` or
+    `config_space`, whichever name it prefers. Calling the kernel picks a config and runs it.
+
+    Gradients come from JAX, through `run`, unless the kernel writes its own rule in one of two
+    forms (each may carry a platform suffix too)::
+
+        def custom_vjp(self, primals, cfg, kwargs, cotangents): return grads
+
+        def fwd_with_residuals(self, *args, cfg, **kwargs): return out, residuals
+        def vjp(self, residuals, out, dout, *args, cfg, **kwargs): return grads
+
+    `grads` holds one gradient per positional argument, `None` where there is none. Keyword
+    arguments that are arrays and need gradients go into one dict after them.
+
+    Optional, for the tuner: `reference(*args, **kwargs)`, the truth that candidates are compared
+    with, and `make_inputs(inv, key) -> (args, kwargs)`, realistic inputs to measure with.
+
+    >>> import dataclasses, jax, jax.numpy as jnp
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class ScaleConfig:
+    ...     chunks: int = 1
+    >>> class Scale(Kernel[ScaleConfig, jax.Array]):
+    ...     def run(self, x, *, cfg, factor=2.0):
+    ...         return jnp.concatenate([c * factor for c in jnp.split(x, cfg.chunks)])
+    ...     def heuristic_cfg(self, inv):
+    ...         return ScaleConfig(chunks=1)
+    >>> Scale()(jnp.arange(4.0), factor=3.0).tolist()
+    [0.0, 3.0, 6.0, 9.0]
+    """
+
+    version: str = "1"
+    """Raise it when a change makes older tuned configs meaningless."""
+
+    unkeyed: ClassVar[tuple[str, ...]] = ()
+    """Keywords that do not affect which config is best (`seed`): they stay out of the key."""
+
+    key_builder: KeyBuilder | None = None
+    """Builds the call key instead of `Invocation.call_key`, if set."""
+
+    config_type: ClassVar[Any] = None
+    """The config class, taken from `Kernel[MyConfig, …]`."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_method_names(cls)
+        declared = _declared_config_type(cls)
+        if declared is not None:
+            cls.config_type = declared
+
+    def __init__(
+        self, name: str | None = None, *, op_id: str | None = None, version: str | None = None
+    ) -> None:
+        if name is not None and op_id is not None and name != op_id:
+            raise TypeError(
+                f"{type(self).__name__}: name={name!r} and op_id={op_id!r} are two spellings of the "
+                "same argument; give one"
+            )
+        chosen = name or op_id
+        if chosen is not None:
+            self.__dict__["_op_id"] = chosen
+        if version is not None:
+            self.version = str(version)
+        self._validate()
+        catalog.add(self)
+
+    def _validate(self) -> None:
+        cls = type(self)
+        if not defined_methods(cls, "run", Kernel):
+            raise TypeError(
+                f"kernel {self.op_id!r} ({cls.__name__}) has no run method; write "
+                "run(self, *args, cfg, **kwargs) or one of run_triton, run_pallas, run_xla, run_gpu, "
+                "run_tpu, run_cpu"
+            )
+        forward = defined_methods(cls, "fwd_with_residuals", Kernel)
+        backward = defined_methods(cls, "vjp", Kernel)
+        if bool(forward) != bool(backward):
+            have, lack = ("fwd_with_residuals", "vjp") if forward else ("vjp", "fwd_with_residuals")
+            raise TypeError(
+                f"kernel {self.op_id!r} ({cls.__name__}) defines {have} without {lack}; a gradient "
+                "needs both (or custom_vjp alone)"
+            )
+        for label, value, pattern in (
+            ("name", self.op_id, _OP_ID),
+            ("version", self.version, _VERSION),
+        ):
+            if not isinstance(value, str) or not pattern.fullmatch(value):
+                raise ValueError(
+                    f"kernel {cls.__name__}: {label} {value!r} cannot stand in a label; use letters, "
+                    "digits, '_', '.', '-' and '/'"
+                )
+
+    # --- identity --------------------------------------------------------------------------------
+
+    @property
+    def op_id(self) -> str:
+        """The operation's name, without its version."""
+        return self.__dict__.get("_op_id") or _name_from_class(type(self))
+
+    @property
+    def full_op_id(self) -> str:
+        """The name used in caches, labels and events: `matmul@v1`."""
+        return f"{self.op_id}@v{self.version}"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.full_op_id!r})"
+
+    # --- what a kernel author may override -------------------------------------------------------
+
+    def prepare(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Normalise the arguments before anything else sees them."""
+        return args, kwargs
+
+    def run(self, *args: Any, cfg: Cfg, **kwargs: Any) -> Out:
+        """Compute the operation with a config: the default implementation, for any device."""
+        raise NotImplementedError(f"kernel {self.full_op_id} has no run method for this device")
+
+    def heuristic_cfg(self, inv: Invocation[Cfg, Out]) -> Cfg:
+        """A good config without measuring; by default the config class with all its defaults."""
+        if self.config_type is not None and _constructible(self.config_type):
+            return self.config_type()  # type: ignore[no-any-return]
+        raise NotImplementedError(f"kernel {self.full_op_id} has no heuristic_cfg method")
+
+    def candidate_cfgs(self, inv: Invocation[Cfg, Out]) -> Iterable[Cfg]:
+        """Configs worth trying. Another name for `config_space`; write either."""
+        if type(self).config_space is not Kernel.config_space:
+            return self.config_space(inv)
+        return [self.heuristic_cfg(inv)]
+
+    def config_space(self, inv: Invocation[Cfg, Out]) -> Iterable[Cfg]:
+        """Configs worth trying. Another name for `candidate_cfgs`; write either."""
+        if type(self).candidate_cfgs is not Kernel.candidate_cfgs:
+            return self.candidate_cfgs(inv)
+        return [self.heuristic_cfg(inv)]
+
+    # --- what callers use ------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Out:
+        """Run through the default executor; `cfg=` fixes the config of this call."""
+        entry = self._default_entry
+        if kwargs:
+            return entry.with_keywords(args, kwargs)  # type: ignore[no-any-return]
+        try:
+            return entry.plain(*args)  # type: ignore[no-any-return]
+        except (TypeError, ValueError) as error:
+            return entry.after_error(error, args)  # type: ignore[no-any-return]
+
+    def bind(self, *args: Any, **kwargs: Any) -> Invocation[Cfg, Out]:
+        """The `Invocation` that calling the kernel with these arguments would make."""
+        override = kwargs.pop("cfg", None)
+        args, kwargs = self.prepare(*args, **kwargs)
+        return Invocation(kernel=self, args=args, kwargs=kwargs, override_cfg=override)
+
+    def heuristic(self, inv: Invocation[Cfg, Out]) -> Cfg:
+        """The heuristic config of the current device, checked."""
+        method = find_method(self, "heuristic_cfg", device_kind(), Kernel) or self.heuristic_cfg
+        return self.check_config(method(inv), "heuristic_cfg returned")
+
+    def candidates(self, inv: Invocation[Cfg, Out]) -> list[Cfg]:
+        """Every distinct config to try on the current device; the heuristic one comes first."""
+        found: list[Cfg] = []
+        try:
+            found.append(self.heuristic(inv))
+        except NotImplementedError:
+            pass  # a kernel may have a space and no favourite in it
+        for method in ("candidate_cfgs", "config_space"):
+            listed = find_method(self, method, device_kind(), Kernel)
+            if listed is not None:
+                found.extend(self.check_config(cfg, f"{method} listed") for cfg in listed(inv))
+                break
+        distinct = {stable_json(cfg): cfg for cfg in reversed(found)}
+        return list(reversed(distinct.values()))
+
+    def check_config(self, cfg: Any, origin: str = "cfg is") -> Cfg:
+        """Return `cfg` if it is a config of this kernel, else raise a `TypeError` that says why."""
+        expected = self.config_type
+        if isinstance(expected, type) and not isinstance(cfg, expected):
+            raise TypeError(
+                f"kernel {self.full_op_id}: {origin} {cfg!r} ({type(cfg).__name__}); this kernel's "
+                f"configs are {expected.__name__} objects"
+            )
+        if cfg is None:
+            raise TypeError(f"kernel {self.full_op_id}: {origin} None; a config is needed")
+        return cfg  # type: ignore[no-any-return]
+
+    # --- the machinery behind __call__ -----------------------------------------------------------
+
+    @functools.cached_property
+    def _entries(self) -> EntryTable:
+        # The one place where core looks up: a kernel is callable, and calling is execution's job.
+        from ..execution.entry import EntryTable
+
+        return EntryTable(self)
+
+    @functools.cached_property
+    def _default_entry(self) -> Any:
+        return self._entries[None]
+
+
+def _declared_config_type(cls: type) -> Any:
+    for base in getattr(cls, "__orig_bases__", ()):
+        origin = typing.get_origin(base)
+        if isinstance(origin, type) and issubclass(origin, Kernel):
+            arguments = typing.get_args(base)
+            if (
+                arguments
+                and not isinstance(arguments[0], (TypeVar, str))
+                and arguments[0] is not Any
+            ):
+                return arguments[0]
+    return None
+
+
+def _constructible(cls: Any) -> bool:
+    return dataclasses.is_dataclass(cls) and all(
+        field.default is not dataclasses.MISSING
+        or field.default_factory is not dataclasses.MISSING
+        or not field.init
+        for field in dataclasses.fields(cls)
+    )
+
+
+def _name_from_class(cls: type) -> str:
+    name = cls.__name__.removesuffix("Kernel") or cls.__name__
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower().strip("_")

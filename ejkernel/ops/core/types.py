@@ -1,0 +1,23 @@
+"""The two things a kernel is generic in."""
+
+from typing import Any, NamedTuple, TypeVar
+
+Cfg = TypeVar("Cfg")
+"""A kernel's config: a frozen dataclass (nested dataclasses, tuples, enums, dtypes, None)."""
+
+Out = TypeVar("Out")
+"""A kernel's output: an array or a pytree of arrays."""
+
+
+class ConfigKey(NamedTuple):
+    """Where a config is kept: the device, the operation with its version, and the call."""
+
+    device: str
+    op_id: str
+    call_key: str
+
+    def __str__(self) -> str:
+        return f"{self.op_id}:{self.call_key} on {self.device}"
+
+
+PyTree = Any

@@ -1,0 +1,229 @@
+"""The way into a kernel: one jitted callable per executor, kernel and set of static keywords.
+
+Selection happens inside the jitted function, while JAX traces it. A warm call therefore costs what
+a jitted call costs: JAX's own cache, in C++, is the cache. Everything here that is not on that path
+exists to give a clear error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from ..core.partition import split
+from ..utils.fingerprint import is_array
+from ..utils.stable import stable_json
+
+if TYPE_CHECKING:
+    from ..core.kernel import Kernel
+    from .executor import Executor
+
+# The usual types of keywords that are fixed when a program is made; looked up before anything
+# slower is asked.
+_STATIC_TYPES = frozenset({bool, int, float, complex, str, bytes, type(None)})
+
+
+class Entry:
+    """Calls one kernel through one executor (None: the default one at the time of tracing)."""
+
+    __slots__ = ("_by_static", "_executor", "_kernel", "plain")
+
+    def __init__(self, kernel: Kernel[Any, Any], executor: Executor | None) -> None:
+        self._kernel = kernel
+        self._executor = executor
+        self._by_static: dict[Any, Any] = {}
+
+        def call(*args: Any) -> Any:
+            return self._trace(args, {})
+
+        self.plain = jax.jit(_named(call, kernel))
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any = None) -> Any:
+        executor = self._executor
+        if executor is None:
+            from .executor import default_executor
+
+            executor = default_executor()
+        return executor.run(self._kernel, args, kwargs, cfg=cfg)
+
+    def with_keywords(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call with keywords: those that hold arrays are traced, the others are static."""
+        static = tuple(
+            [
+                name
+                for name, value in kwargs.items()
+                if type(value) in _STATIC_TYPES or not _holds_arrays(value)
+            ]
+        )
+        jitted = self._by_static.get(static) or self._jitted_for(static)
+        try:
+            return jitted(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            return self.after_error(error, args, kwargs, static)
+
+    def _jitted_for(self, static: tuple[str, ...]) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            cfg = kwargs.pop("cfg", None)
+            return self._trace(args, kwargs, cfg.value if isinstance(cfg, ByContent) else cfg)
+
+        jitted = jax.jit(_named(call, self._kernel), static_argnames=static)
+        self._by_static[static] = jitted
+        return jitted
+
+    def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
+        """The program for these arguments, compiled; static keywords are built in."""
+        dynamic = {name: value for name, value in kwargs.items() if _holds_arrays(value)}
+        static = {name: value for name, value in kwargs.items() if name not in dynamic}
+
+        def call(*args: Any, **dynamic: Any) -> Any:
+            everything = {**static, **dynamic}
+            cfg = everything.pop("cfg", None)
+            return self._trace(args, everything, cfg)
+
+        lowered = jax.jit(_named(call, self._kernel)).lower(*args, **dynamic)
+        return CompiledCall(self._kernel.full_op_id, lowered.compile(), static)
+
+    # --- when a call failed ----------------------------------------------------------------------
+
+    def after_error(
+        self,
+        error: Exception,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        static: tuple[str, ...] = (),
+    ) -> Any:
+        """Serve a call that the fast path could not take, or raise the clearest error there is."""
+        kwargs = kwargs or {}
+        if "cfg" in kwargs and not _is_hashable(kwargs["cfg"]):
+            self._kernel.check_config(kwargs["cfg"])
+            return self.with_keywords(args, {**kwargs, "cfg": ByContent(kwargs["cfg"])})
+        for name in static:
+            if not _is_hashable(kwargs[name]):
+                raise TypeError(
+                    f"kernel {self._kernel.full_op_id}: the keyword {name!r} is static (it holds no "
+                    f"arrays) and must be hashable, got {kwargs[name]!r} "
+                    f"({type(kwargs[name]).__name__}); use a tuple, a frozen dataclass or a string"
+                ) from error
+        self._refuse_mixed_devices(error, args, kwargs)
+        if any(not _jax_can_trace(leaf) for leaf in jax.tree.leaves(args)):
+            return self._with_static_leaves(args, kwargs, static)
+        raise error
+
+    def _with_static_leaves(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], static: tuple[str, ...]
+    ) -> Any:
+        """Positional values that are no data (a string, a function) are built into the program."""
+        data, rest = split(args, _jax_can_trace)
+        if not _is_hashable(rest):
+            raise TypeError(
+                f"kernel {self._kernel.full_op_id}: the arguments hold a value that is neither data "
+                f"nor hashable: {[leaf for leaf in rest.fixed if not _is_hashable(leaf)]!r}"
+            )
+        jitted = self._by_static.get((rest, static))
+        if jitted is None:
+
+            def call(data: list[Any], **kwargs: Any) -> Any:
+                cfg = kwargs.pop("cfg", None)
+                return self._trace(rest.merge(data), kwargs, cfg)
+
+            jitted = jax.jit(_named(call, self._kernel), static_argnames=static)
+            self._by_static[rest, static] = jitted
+        return jitted(data, **kwargs)
+
+    def _refuse_mixed_devices(
+        self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if "device" not in str(error):
+            return
+        places = {}
+        for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
+            if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+                if leaf.committed:
+                    places[jax.tree_util.keystr(path)] = frozenset(leaf.devices())
+        if len(set(places.values())) < 2:
+            return
+        listed = "; ".join(
+            f"{_argument_name(path)} on {', '.join(sorted(map(str, devices)))}"
+            for path, devices in places.items()
+        )
+        raise ValueError(
+            f"kernel {self._kernel.full_op_id}: the arguments are on different devices: {listed}; "
+            "move them with jax.device_put"
+        ) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledCall:
+    """A kernel compiled for given shapes; call it with arrays of those shapes.
+
+    `compiled` is JAX's own object, for `cost_analysis()`, `memory_analysis()` and `as_text()`.
+    """
+
+    op_id: str
+    compiled: jax.stages.Compiled
+    static: dict[str, Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for name, value in self.static.items():
+            if name in kwargs and kwargs.pop(name) != value:
+                raise ValueError(
+                    f"kernel {self.op_id} was compiled with {name}={value!r}; compile it again for "
+                    "another value"
+                )
+        return self.compiled(*args, **kwargs)
+
+
+class EntryTable(dict["Executor | None", Entry]):
+    """A kernel's entries, made when first asked for."""
+
+    def __init__(self, kernel: Kernel[Any, Any]) -> None:
+        super().__init__()
+        self._kernel = kernel
+
+    def __missing__(self, executor: Executor | None) -> Entry:
+        return self.setdefault(executor, Entry(self._kernel, executor))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ByContent:
+    """A config that is not hashable itself, compared by what it contains."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByContent) and stable_json(self.value) == stable_json(other.value)
+
+    def __hash__(self) -> int:
+        return hash(stable_json(self.value))
+
+
+def _named(function: Any, kernel: Kernel[Any, Any]) -> Any:
+    """Programs, profiles and JAX's own errors show a jitted function's name."""
+    function.__name__ = function.__qualname__ = kernel.op_id.replace("/", "_").replace("-", "_")
+    return function
+
+
+def _holds_arrays(value: Any) -> bool:
+    return is_array(value) or any(is_array(leaf) for leaf in jax.tree.leaves(value))
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _jax_can_trace(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
+
+
+def _argument_name(path: str) -> str:
+    """`[0][1]` (positional, second) as `argument 1`; `[1]['mask']` as `keyword 'mask'`."""
+    group, _, rest = path[1:].partition("]")
+    name, _, inner = rest[1:].partition("]")
+    return f"{'argument' if group == '0' else 'keyword'} {name}{inner}"

@@ -1,0 +1,178 @@
+"""Executors: pick a config while tracing, run the kernel with it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeVar
+
+from ..config import ambient
+from ..config.decision import Decision
+from ..config.persistent import PersistentCache
+from ..config.policy import AutotunePolicy
+from ..config.selection import ConfigSelectorChain
+from ..core.implementation import run_labelled
+from ..core.invocation import Invocation
+from ..core.kernel import Kernel
+from ..registry import record_while_tracing
+from ..utils import environment
+from .entry import CompiledCall
+
+C = TypeVar("C")
+O = TypeVar("O")  # noqa: E741
+
+logger = logging.getLogger(__name__)
+
+
+class ConfigChooser(Protocol):
+    """What an executor needs: something that picks a config for an invocation."""
+
+    def choose(self, inv: Invocation[C, O], kernel: Kernel[C, O]) -> C:
+        """The config to run the kernel with."""
+        ...
+
+
+class Executor:
+    """Runs kernels with the configs that its chooser picks.
+
+    Works eagerly and under `jit`, `grad`, `vmap`, `scan`, `remat` and `shard_map`. Selection runs
+    while JAX traces; a warm call is a jitted call.
+
+    >>> import jax.numpy as jnp
+    >>> from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor
+    >>> executor = Executor(ConfigSelectorChain(cache=ConfigCache(), autotune=False))
+    """
+
+    def __init__(self, chooser: ConfigChooser | None = None) -> None:
+        if chooser is None:
+            chooser = ConfigSelectorChain()
+        if not callable(getattr(chooser, "choose", None)):
+            raise TypeError(
+                f"Executor: chooser must have a choose(inv, kernel) method, got {chooser!r}"
+            )
+        self.chooser = chooser
+
+    @property
+    def selector(self) -> ConfigSelectorChain:
+        """The chooser, when it is a selector chain."""
+        if not isinstance(self.chooser, ConfigSelectorChain):
+            raise TypeError(
+                f"this executor's chooser is a {type(self.chooser).__name__}, not a "
+                "ConfigSelectorChain"
+            )
+        return self.chooser
+
+    def __call__(self, kernel: Kernel[Any, O], /, *args: Any, **kwargs: Any) -> O:
+        """Select a config and run; `cfg=` fixes it, other keywords go to the kernel."""
+        entry = kernel._entries[self]
+        if kwargs:
+            return entry.with_keywords(args, kwargs)  # type: ignore[no-any-return]
+        try:
+            return entry.plain(*args)  # type: ignore[no-any-return]
+        except (TypeError, ValueError) as error:
+            return entry.after_error(error, args)  # type: ignore[no-any-return]
+
+    def choose_config(self, kernel: Kernel[C, Any], /, *args: Any, **kwargs: Any) -> C:
+        """The config that a call with these arguments runs with (it may tune, like the call)."""
+        return self.chooser.choose(kernel.bind(*args, **kwargs), kernel)
+
+    def decide(self, kernel: Kernel[C, Any], /, *args: Any, **kwargs: Any) -> Decision[C]:
+        """The same, as a `Decision` with its reasons."""
+        return self.selector.decide(kernel.bind(*args, **kwargs), kernel)
+
+    def explain(self, kernel: Kernel[Any, Any], /, *args: Any, **kwargs: Any) -> str:
+        """Why a call with these arguments runs with the config it runs with, as text."""
+        return self.decide(kernel, *args, **kwargs).explain()
+
+    def compile(self, kernel: Kernel[Any, Any], /, *args: Any, **kwargs: Any) -> CompiledCall:
+        """A compiled callable for the shapes of these arguments (arrays or abstract shapes)."""
+        return kernel._entries[self].compile(args, kwargs)
+
+    def run(
+        self,
+        kernel: Kernel[Any, Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        cfg: Any = None,
+        batch_axes: Any = None,
+        stamp: bool = True,
+    ) -> Any:
+        """Select and run inside the current trace: what every call comes down to."""
+        if cfg is not None:
+            kernel.check_config(cfg)
+        args, kwargs = _prepared(kernel, args, kwargs)
+        inv: Invocation[Any, Any] = Invocation(
+            kernel=kernel,
+            args=args,
+            kwargs=kwargs,
+            batch_axes=batch_axes,
+            override_cfg=cfg,
+            stamp=stamp,
+        )
+        chosen = kernel.check_config(self.chooser.choose(inv, kernel), "the chooser returned")
+        record_while_tracing(kernel, inv)
+        return run_labelled(inv, kernel, chosen)
+
+
+def _prepared(
+    kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    prepared = kernel.prepare(*args, **kwargs)
+    if (
+        not isinstance(prepared, tuple)
+        or len(prepared) != 2
+        or not isinstance(prepared[0], (tuple, list))
+        or not isinstance(prepared[1], Mapping)
+    ):
+        raise TypeError(
+            f"kernel {kernel.full_op_id}: prepare must return (args, kwargs), got {prepared!r}"
+        )
+    return tuple(prepared[0]), dict(prepared[1])
+
+
+# --- the executor behind `kernel(...)` -----------------------------------------------------------
+
+_default: Executor | None = None
+_default_lock = threading.Lock()
+
+
+def default_executor() -> Executor:
+    """The executor behind `kernel(...)` and `ejkernel.modules`, made when first needed.
+
+    It reads the persistent store and otherwise uses heuristics; with `EJKERNEL_AUTOTUNE=1`, or
+    inside `policy_override(autotune=True)`, it tunes what the store does not have.
+    """
+    global _default
+    with _default_lock:
+        if _default is None:
+            _default = Executor(
+                ConfigSelectorChain(
+                    policy=AutotunePolicy(allow_autotune=environment.AUTOTUNE.enabled()),
+                    persistent=_default_store(),
+                )
+            )
+        return _default
+
+
+def _default_store() -> PersistentCache | None:
+    """The store at its usual place, or none, with a warning: no first call fails for its sake."""
+    try:
+        return PersistentCache()
+    except OSError as error:
+        logger.warning("ejkernel: going on without a persistent store: %s", error)
+        return None
+
+
+def set_default_executor(executor: Executor | None) -> None:
+    """Put another executor behind `kernel(...)`; None makes a new default one when needed.
+
+    Functions jitted before select again, through the new executor.
+    """
+    global _default
+    if executor is not None and not isinstance(executor, Executor):
+        raise TypeError(f"set_default_executor takes an Executor or None, got {executor!r}")
+    with _default_lock:
+        _default = executor
+    ambient.forget_traces()

@@ -1,0 +1,69 @@
+"""Tune a whole lowered computation by the labels in its program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..config.selection import ConfigSelectorChain
+from ..core.invocation import Invocation
+from ..registry import find_invocation
+from ..utils.fingerprint import device_fingerprint
+from ..utils.meta import find_stamps_in_lowered, find_stamps_in_text, parse_label
+from ..utils.specification import SpecificationError, read_specification
+from .results import AutotuningResult, Skipped
+from .tuning import tune_invocations
+
+
+def autotune_lowered(selector: ConfigSelectorChain, lowered: Any) -> AutotuningResult:
+    """Find the labelled operations of a lowered computation, tune each distinct one, keep the result.
+
+    ::
+
+        lowered = jax.jit(my_function).lower(example_args)
+        result = autotune_lowered(selector, lowered)
+        with result:
+            out = jax.jit(my_function)(real_args)
+
+    `lowered` may also be the program's text (`lowered.as_text()`), of this process or of another
+    one: calls that were not recorded here are rebuilt from the specification in the program.
+    Operations that the selector's caches know already are not measured again. Those that cannot be
+    tuned are in `result.skipped` with the reason.
+    """
+    if not isinstance(selector, ConfigSelectorChain):
+        raise TypeError(
+            f"autotune_lowered takes (selector, lowered); the first is {selector!r} "
+            f"({type(selector).__name__})"
+        )
+    device = device_fingerprint()
+    return tune_invocations(selector, device, _invocations(lowered, device))
+
+
+def _invocations(
+    lowered: Any, device: str
+) -> Iterator[tuple[Invocation[Any, Any] | None, Skipped | None]]:
+    stamps = (
+        find_stamps_in_text(lowered)
+        if isinstance(lowered, str)
+        else find_stamps_in_lowered(lowered)
+    )
+    for text, spec in stamps:
+        op_id, call_key = parse_label(text)
+        inv = find_invocation(op_id, call_key, device)
+        if inv is not None:
+            yield inv, None
+            continue
+        if spec is None:
+            reason = "not called in this process, and the program has no specification of it"
+            yield None, Skipped(text, reason)
+            continue
+        try:
+            inv = read_specification(spec)
+        except SpecificationError as error:
+            yield None, Skipped(text, str(error))
+            continue
+        if inv.key.call_key != call_key:
+            reason = f"its specification describes another call ({inv.key.call_key})"
+            yield None, Skipped(text, reason)
+            continue
+        yield inv, None

@@ -1,0 +1,208 @@
+"""What tuning gives back: configs by operation and call, usable as an overlay."""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from ..config import ambient
+from ..config.cache import OverlayLayer
+from ..config.persistent import loaded_type
+from ..core import catalog
+from ..core.types import ConfigKey
+from ..utils.fingerprint import device_fingerprint
+from ..utils.serialize import from_plain, qualified_name, to_plain
+
+if TYPE_CHECKING:
+    from ..config.selection import ConfigSelectorChain
+    from ..tuner.outcome import Outcome
+
+SCHEMA = 1
+
+# Which results this thread or task is inside of, with the layer that each put in force.
+_entered: contextvars.ContextVar[tuple[tuple[AutotuningResult, OverlayLayer], ...]] = (
+    contextvars.ContextVar("ejkernel_entered_results", default=())
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """The config of one operation's call.
+
+    `signature` and `outcome` say for which shapes and how it was measured; they are not part of
+    the entry's identity.
+    """
+
+    op_id: str
+    call_key: str
+    cfg: Any
+    signature: str = dataclasses.field(default="", compare=False)
+    outcome: Outcome[Any] | None = dataclasses.field(default=None, compare=False, repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Skipped:
+    """An operation that was found and not tuned, and why."""
+
+    label: str
+    reason: str
+
+
+class AutotuningResult:
+    """Tuned configs of one device. As a context manager it puts them in force.
+
+    ::
+
+        with result:
+            out = jax.jit(my_function)(x)     # runs with the tuned configs
+
+    It may be entered again while active, and from several threads or asyncio tasks, each on its
+    own. `a | b` merges, `b` winning; `dumps` and `loads` write and read it as text.
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        entries: Iterable[Entry] = (),
+        skipped: Iterable[Skipped] = (),
+    ) -> None:
+        self.device = device or device_fingerprint()
+        self.entries = tuple(entries)
+        self.skipped = tuple(skipped)
+        for entry in self.entries:
+            if not isinstance(entry, Entry):
+                raise TypeError(
+                    f"AutotuningResult: entries must be Entry objects, got {entry!r} "
+                    f"({type(entry).__name__})"
+                )
+
+    # --- in force --------------------------------------------------------------------------------
+
+    def as_mapping(self) -> dict[ConfigKey, Any]:
+        """The configs by cache key."""
+        return {
+            ConfigKey(self.device, entry.op_id, entry.call_key): entry.cfg for entry in self.entries
+        }
+
+    def __enter__(self) -> AutotuningResult:
+        layer = ambient.push(OverlayLayer.of(self.as_mapping()))
+        _entered.set((*_entered.get(), (self, layer)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        entered = _entered.get()
+        for position in reversed(range(len(entered))):
+            result, layer = entered[position]
+            if result is self:
+                _entered.set(entered[:position] + entered[position + 1 :])
+                ambient.remove(layer)
+                return
+        raise RuntimeError("an AutotuningResult is left in another thread or task than entered")
+
+    def install(self, selector: ConfigSelectorChain | None = None) -> None:
+        """Put the configs in force for good: into a selector's memory (default: the default one).
+
+        Functions jitted before select again.
+        """
+        if selector is None:
+            from .executor import default_executor
+
+            selector = default_executor().selector
+        for key, cfg in self.as_mapping().items():
+            selector.cache.put(key, cfg)
+        ambient.forget_traces()
+
+    # --- as a collection -------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.entries)
+
+    def __or__(self, other: AutotuningResult) -> AutotuningResult:
+        if not isinstance(other, AutotuningResult):
+            return NotImplemented
+        if other.device != self.device:
+            raise ValueError(
+                f"results of different devices cannot be merged: {self.device} and {other.device}"
+            )
+        merged = {(entry.op_id, entry.call_key): entry for entry in self.entries}
+        merged.update({(entry.op_id, entry.call_key): entry for entry in other.entries})
+        return AutotuningResult(
+            self.device, merged.values(), dict.fromkeys((*self.skipped, *other.skipped))
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, AutotuningResult)
+            and self.device == other.device
+            and set(self.entries) == set(other.entries)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    # --- as text ---------------------------------------------------------------------------------
+
+    def dumps(self) -> str:
+        """The result as JSON text."""
+        entries = [
+            {
+                "op_id": entry.op_id,
+                "call_key": entry.call_key,
+                "signature": entry.signature,
+                "config": to_plain(entry.cfg),
+                "config_type": qualified_name(type(entry.cfg)),
+            }
+            for entry in self.entries
+        ]
+        return json.dumps(
+            {"ejkernel_result": SCHEMA, "device": self.device, "entries": entries},
+            indent=1,
+            sort_keys=True,
+        )
+
+    @classmethod
+    def loads(cls, text: str) -> AutotuningResult:
+        """Read what `dumps` wrote. The kernels' modules must be imported, for their config classes."""
+        try:
+            plain = json.loads(text)
+            schema, device, listed = plain["ejkernel_result"], plain["device"], plain["entries"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"AutotuningResult.loads: the text is not an AutotuningResult: {error!r}"
+            ) from error
+        if not isinstance(schema, int) or schema > SCHEMA:
+            raise ValueError(
+                f"AutotuningResult.loads: written by a newer ejkernel (schema {schema!r}, this one "
+                f"knows {SCHEMA})"
+            )
+        return cls(device, [_entry_from_plain(item, i) for i, item in enumerate(listed)])
+
+    def __repr__(self) -> str:
+        return f"AutotuningResult({self.device!r}, {len(self.entries)} entries)"
+
+    def __str__(self) -> str:
+        from .tables import result_table
+
+        return result_table(self)
+
+
+def _entry_from_plain(plain: Any, index: int) -> Entry:
+    where = f"AutotuningResult.loads: entries[{index}]"
+    try:
+        op_id, call_key = plain["op_id"], plain["call_key"]
+        config, type_name = plain["config"], plain["config_type"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{where} has the wrong shape: {error!r}") from error
+    kernel = catalog.find(op_id)
+    config_type = (kernel.config_type if kernel is not None else None) or loaded_type(type_name)
+    if config_type is Any and isinstance(config, dict):
+        raise ValueError(
+            f"{where}: the config class {type_name} of {op_id} is not loaded; import the module "
+            "that defines the kernel first"
+        )
+    return Entry(op_id, call_key, from_plain(config, config_type), plain.get("signature", ""))

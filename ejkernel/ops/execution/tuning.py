@@ -1,0 +1,138 @@
+"""Tuning on demand: one kernel, all recorded invocations; and a plain benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..config.selection import ConfigSelectorChain
+from ..config.tiers import Found
+from ..core.invocation import Invocation
+from ..core.kernel import Kernel
+from ..registry import get_invocations
+from ..utils.fingerprint import device_fingerprint
+from ..utils.meta import label
+from .results import AutotuningResult, Entry, Skipped
+
+if TYPE_CHECKING:
+    from ..tuner.outcome import Outcome
+
+C = TypeVar("C")
+
+__all__ = [
+    "AutotuningResult",
+    "Entry",
+    "autotune",
+    "autotune_recorded",
+    "benchmark",
+]
+
+
+def autotune(
+    kernel: Kernel[C, Any],
+    /,
+    *args: Any,
+    configs: Iterable[C] | None = None,
+    num_warmup: int = 3,
+    num_iters: int = 10,
+    **kwargs: Any,
+) -> C:
+    """The fastest config of a kernel for these arguments, measured now.
+
+    Args:
+      kernel: the kernel; `args` and other `kwargs` are its arguments (arrays, or abstract shapes).
+      configs: what to try instead of the kernel's own candidates; the heuristic config races too.
+      num_warmup: runs of each candidate before its first sample.
+      num_iters: samples of each candidate in the first heat.
+    """
+    from ..tuner.session import tune_invocation
+    from ..tuner.tuner import Tuner
+
+    if not isinstance(kernel, Kernel):
+        raise TypeError(f"autotune takes a Kernel first, got {kernel!r} ({type(kernel).__name__})")
+    inv = kernel.bind(*args, **kwargs)
+    candidates = None
+    if configs is not None:
+        candidates = [kernel.check_config(cfg, "configs holds") for cfg in configs]
+        if not candidates:
+            raise RuntimeError(
+                f"autotune: configs is empty; nothing to try for {kernel.full_op_id}"
+            )
+    tuner = Tuner(warmup=num_warmup, iters=num_iters)
+    outcome = tune_invocation(tuner, inv, kernel, candidates=candidates)
+    return outcome.best  # type: ignore[no-any-return]
+
+
+def benchmark(
+    fn: Callable[..., Any], *args: Any, num_iters: int = 100, num_warmup: int = 3, **kwargs: Any
+) -> float:
+    """Milliseconds per call of `fn(*args, **kwargs)`, called as it is (not jitted for you).
+
+    >>> import jax.numpy as jnp
+    >>> benchmark(jnp.sin, jnp.ones(8), num_iters=10) > 0
+    True
+    """
+    from ..tuner.clock import Stopwatch, typical
+    from ..tuner.inputs import outside_trace
+    from ..tuner.tuner import random_like_if_abstract
+
+    for name, value, least in (("num_iters", num_iters, 1), ("num_warmup", num_warmup, 0)):
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"benchmark: {name}={value!r} must be a whole number >= {least}")
+    with outside_trace():
+        args, kwargs = random_like_if_abstract((args, kwargs), seed=0)
+        watch = Stopwatch(lambda: fn(*args, **kwargs), shortest_sample=0.0)
+        watch.warm_up(num_warmup)
+        return typical([watch.sample() for _ in range(num_iters)]) * 1e3
+
+
+def autotune_recorded(
+    source: Iterable[Invocation[Any, Any]] | ConfigSelectorChain | None = None,
+    selector: ConfigSelectorChain | None = None,
+) -> AutotuningResult:
+    """Tune what was called so far: `autotune_recorded(invocations)` or `(selector)`.
+
+    Invocations come from `get_invocations()`; with a selector, all recorded ones of this device
+    are tuned, and kept in the selector's caches.
+    """
+    if isinstance(source, ConfigSelectorChain):
+        source, selector = None, source
+    device = device_fingerprint()
+    invocations = get_invocations(device) if source is None else list(source)
+    if selector is None:
+        selector = ConfigSelectorChain()
+    return tune_invocations(selector, device, [(inv, None) for inv in invocations])
+
+
+def tune_invocations(
+    selector: ConfigSelectorChain,
+    device: str,
+    found: Iterable[tuple[Invocation[Any, Any] | None, Skipped | None]],
+) -> AutotuningResult:
+    """Tune each distinct invocation; what cannot be tuned is reported, never fatal."""
+    entries: dict[tuple[str, str], Entry] = {}
+    skipped: list[Skipped] = []
+    for inv, reason in found:
+        if inv is None:
+            skipped.extend([reason] if reason is not None else [])
+            continue
+        if not isinstance(inv, Invocation):
+            raise TypeError(f"expected an Invocation, got {inv!r} ({type(inv).__name__})")
+        key = inv.key
+        if (key.op_id, key.call_key) in entries:
+            continue
+        answer = _tuned(selector, inv)
+        if isinstance(answer, str):
+            skipped.append(Skipped(label(key.op_id, key.call_key), answer))
+            continue
+        outcome: Outcome[Any] | None = answer.about if hasattr(answer.about, "trials") else None
+        entries[key.op_id, key.call_key] = Entry(
+            key.op_id, key.call_key, answer.cfg, inv.signature, outcome
+        )
+    return AutotuningResult(device, entries.values(), skipped)
+
+
+def _tuned(selector: ConfigSelectorChain, inv: Invocation[Any, Any]) -> Found | str:
+    if inv.kernel is None:
+        return "the invocation has no kernel"
+    return selector.known_or_tuned(inv, inv.kernel)

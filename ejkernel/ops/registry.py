@@ -1,0 +1,64 @@
+"""What was called so far: the distinct invocations of this process, as shapes.
+
+Tracing records, so lowering a function is enough to know its operations. Memory is bounded: the
+oldest distinct call is forgotten first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+from .core.types import ConfigKey
+from .utils import environment
+
+if TYPE_CHECKING:
+    from .core.invocation import Invocation
+    from .core.kernel import Kernel
+
+LIMIT = 4096
+
+_lock = threading.Lock()
+_invocations: OrderedDict[ConfigKey, Invocation[Any, Any]] = OrderedDict()
+
+
+def record_invocation(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> None:
+    """Remember a call by its shapes; live arrays and tracers are never kept."""
+    _remember(kernel, inv, unlimited=True)
+
+
+def record_while_tracing(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> None:
+    """What the executor does with every call it traces; `EJKERNEL_OPS_RECORD` has the say."""
+    mode = environment.RECORD.read()
+    if mode != "0":
+        _remember(kernel, inv, unlimited=mode == "1")
+
+
+def _remember(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], unlimited: bool) -> None:
+    import dataclasses
+
+    abstract = dataclasses.replace(inv.abstract(), kernel=kernel, override_cfg=None)
+    with _lock:
+        _invocations[abstract.key] = abstract
+        _invocations.move_to_end(abstract.key)
+        while not unlimited and len(_invocations) > LIMIT:
+            _invocations.popitem(last=False)
+
+
+def get_invocations(device: str | None = None) -> list[Invocation[Any, Any]]:
+    """The recorded invocations, oldest first; with `device` (a fingerprint) only that device's."""
+    with _lock:
+        return [inv for key, inv in _invocations.items() if device in (None, key.device)]
+
+
+def find_invocation(op_id: str, call_key: str, device: str) -> Invocation[Any, Any] | None:
+    """The recorded invocation of a label, if any."""
+    with _lock:
+        return _invocations.get(ConfigKey(device, op_id, call_key))
+
+
+def clear_invocations() -> None:
+    """Forget all recorded invocations."""
+    with _lock:
+        _invocations.clear()

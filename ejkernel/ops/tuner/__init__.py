@@ -1,0 +1,1 @@
+"""How fast is it, and is it right: inputs, judgement, timing and the race between configs."""

@@ -1,0 +1,52 @@
+"""Timing one compiled program: a sample is long enough to rise above the timer's noise."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+SHORTEST_SAMPLE = 2e-3  # seconds; shorter ones measure the machine's mood
+
+
+class Stopwatch:
+    """Measures a callable without arguments, several calls per sample if they are short."""
+
+    def __init__(
+        self,
+        function: Callable[[], Any],
+        timer: Callable[[], float] = time.perf_counter,
+        shortest_sample: float = SHORTEST_SAMPLE,
+    ) -> None:
+        self._function = function
+        self._timer = timer
+        self._calls = 1
+        self._shortest_sample = shortest_sample
+
+    def warm_up(self, times: int) -> None:
+        """Run it, and learn how many calls make a sample."""
+        for _ in range(max(times, 1)):
+            once = self._time(1)
+        self._calls = max(1, math.ceil(self._shortest_sample / max(once, 1e-9)))
+        self._calls = min(self._calls, 10_000)
+
+    def sample(self) -> float:
+        """Seconds per call, from one sample."""
+        return self._time(self._calls) / self._calls
+
+    def _time(self, calls: int) -> float:
+        start = self._timer()
+        out = None
+        for _ in range(calls):
+            out = self._function()
+        jax.block_until_ready(out)
+        return self._timer() - start
+
+
+def typical(samples: list[float] | tuple[float, ...]) -> float:
+    """The mean of the fastest two thirds: disturbed samples out, lucky ones diluted."""
+    fastest = sorted(samples)[: max(1, math.ceil(len(samples) * 2 / 3))]
+    return sum(fastest) / len(fastest)

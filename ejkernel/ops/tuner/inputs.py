@@ -1,0 +1,111 @@
+"""Inputs to measure with: fresh random arrays of the call's shapes, dtypes and shardings.
+
+Never the caller's arrays, which may be tracers, donated or all zero; and made outside the current
+trace, so that a measurement inside `jit` measures execution.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..core.invocation import BatchAxes
+from ..utils.fingerprint import is_array
+
+if TYPE_CHECKING:
+    from ..core.invocation import Invocation
+    from ..core.kernel import Kernel
+
+
+def outside_trace() -> contextlib.AbstractContextManager[Any]:
+    """Run things for real, even while JAX is tracing; the caller's JAX settings stay in force."""
+    return jax.core.eval_context()  # type: ignore[no-any-return]
+
+
+def realistic_inputs(
+    kernel: Kernel[Any, Any], inv: Invocation[Any, Any], seed: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs for an invocation: from the kernel's `make_inputs(inv, key)` if it has one."""
+    make_inputs = getattr(kernel, "make_inputs", None)
+    if make_inputs is None:
+        args, kwargs = random_like((inv.args, dict(inv.kwargs)), seed)
+        return _batched(args, inv, seed), kwargs
+    made = make_inputs(inv, jax.random.key(seed))
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise TypeError(
+            f"kernel {kernel.full_op_id}: make_inputs must return (args, kwargs), got {made!r}"
+        )
+    args, kwargs = made
+    return tuple(args), dict(kwargs)
+
+
+def random_like(tree: Any, seed: int = 0) -> Any:
+    """Replace every array of a pytree by a random one like it; leave other leaves alone."""
+    leaves, structure = jax.tree.flatten(tree)
+    generator = np.random.default_rng(seed)
+    return jax.tree.unflatten(
+        structure, [_random(leaf, generator) if is_array(leaf) else leaf for leaf in leaves]
+    )
+
+
+def _batched(args: tuple[Any, ...], inv: Invocation[Any, Any], seed: int) -> tuple[Any, ...]:
+    """The arguments of a batched call: the invocation holds the shapes of one example."""
+    batch = inv.batch_axes
+    if not isinstance(batch, BatchAxes) or batch.transform != "vmap":
+        return args
+    axes = batch.in_axes if isinstance(batch.in_axes, tuple) else (batch.in_axes,) * len(args)
+
+    def with_axis(leaf: Any, axis: int | None) -> Any:
+        if axis is None or not is_array(leaf):
+            return leaf
+        position = axis % (leaf.ndim + 1)
+        shape = (*leaf.shape[:position], batch.size, *leaf.shape[position:])
+        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+    shapes = tuple(
+        jax.tree.map(lambda leaf, axis=axis: with_axis(leaf, axis), arg)
+        if axis is None or isinstance(axis, int)
+        else jax.tree.map(with_axis, arg, axis)
+        for arg, axis in zip(args, axes, strict=True)
+    )
+    return tuple(random_like(shapes, seed))
+
+
+def _random(like: Any, generator: np.random.Generator) -> Any:
+    shape, dtype = like.shape, like.dtype
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        count = int(np.prod(shape, dtype=np.int64))
+        keys = jax.random.split(jax.random.key(int(generator.integers(2**31))), max(count, 1))
+        return keys[:count].reshape(shape)
+    values: Any
+    if jnp.issubdtype(dtype, jnp.bool_):
+        values = generator.integers(0, 2, shape).astype(bool)
+    elif jnp.issubdtype(dtype, jnp.integer):
+        values = generator.integers(0, 2, shape)
+    elif jnp.issubdtype(dtype, jnp.complexfloating):
+        values = generator.standard_normal(shape) + 1j * generator.standard_normal(shape)
+    else:
+        values = generator.standard_normal(shape, dtype=np.float32)
+    array = jnp.asarray(values).astype(dtype)
+    sharding = _concrete_sharding(like)
+    return array if sharding is None else jax.device_put(array, sharding)
+
+
+def _concrete_sharding(like: Any) -> Any:
+    """The sharding to measure with; an abstract mesh is replaced by the one in force."""
+    if isinstance(like, jax.core.Tracer):
+        sharding = getattr(jax.typeof(like), "sharding", None)
+    else:
+        sharding = getattr(like, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return None
+    if isinstance(sharding.mesh, jax.sharding.Mesh):
+        return sharding
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty or all(axis is None for axis in sharding.spec):
+        return None
+    return jax.sharding.NamedSharding(mesh, sharding.spec)

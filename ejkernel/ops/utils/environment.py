@@ -1,0 +1,70 @@
+"""Every environment variable that ejkernel reads, in one table.
+
+A variable is read when it is needed, never at import, so that a program may set it in its first
+lines. Nothing else in the package touches `os.environ`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+
+@dataclasses.dataclass(frozen=True)
+class Variable:
+    """One environment variable: its name, what it is when unset, and what it does."""
+
+    name: str
+    default: str
+    meaning: str
+    choices: tuple[str, ...] | None = None
+
+    def read(self) -> str:
+        """The current value, or the default when the variable is unset or empty."""
+        value = os.environ.get(self.name) or self.default
+        if self.choices is not None and value not in self.choices:
+            raise ValueError(
+                f"environment variable {self.name}={value!r} is not understood; "
+                f"allowed: {', '.join(self.choices)}"
+            )
+        return value
+
+    def enabled(self) -> bool:
+        """The value as a switch: 1/true/yes/on or 0/false/no/off."""
+        value = self.read().strip().lower()
+        if value in ("1", "true", "yes", "on"):
+            return True
+        if value in ("", "0", "false", "no", "off"):
+            return False
+        raise ValueError(
+            f"environment variable {self.name}={value!r} is not a switch; set it to 1 or 0"
+        )
+
+
+CACHE_DIR = Variable(
+    "EJKERNEL_CACHE_DIR",
+    "~/.cache/ejkernel",
+    "folder of everything kept on disk; tuned configs live in its subfolder `configs`",
+)
+AUTOTUNE = Variable(
+    "EJKERNEL_AUTOTUNE",
+    "0",
+    "1: the default executor tunes an operation that has no stored config (else: heuristics)",
+)
+STAMP = Variable(
+    "EJKERNEL_OPS_STAMP",
+    "hash",
+    "what is written into programs: `hash` (label and specification), "
+    "`json` (also the chosen config, on every operation), `none`",
+    choices=("hash", "json", "none"),
+)
+PREFIX = Variable("EJKERNEL_OPS_PREFIX", "ejkernel_ops", "prefix of the labels in programs")
+RECORD = Variable(
+    "EJKERNEL_OPS_RECORD",
+    "auto",
+    "invocations kept while tracing: `auto` (the most recent 4096 distinct ones), "
+    "`1` (all of them), `0` (none)",
+    choices=("auto", "1", "0"),
+)
+
+VARIABLES: tuple[Variable, ...] = (CACHE_DIR, AUTOTUNE, STAMP, PREFIX, RECORD)

@@ -1,0 +1,229 @@
+"""What a config depends on: the device, and the shapes, dtypes and shardings of the arguments."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import re
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .serialize import dtype_name
+from .stable import short_hash, stable_json
+
+if TYPE_CHECKING:
+    from ..core.invocation import Invocation
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_GPU_PLATFORMS = ("gpu", "cuda", "rocm")
+
+
+# --- devices -------------------------------------------------------------------------------------
+
+
+def current_device() -> Any:
+    """The device that uncommitted work runs on: `jax.default_device` if set, else the first one."""
+    chosen = jax.config.jax_default_device
+    if chosen is None:
+        return jax.devices()[0]
+    return jax.devices(chosen)[0] if isinstance(chosen, str) else chosen
+
+
+def device_kind(device: Any = None) -> str:
+    """`"gpu"`, `"tpu"` or `"cpu"` for a device (default: the current one)."""
+    name = str((device or current_device()).platform).lower()
+    if name in _GPU_PLATFORMS:
+        return "gpu"
+    return name
+
+
+def get_device_platform(device: Any = None) -> str:
+    """The platform that kernels are written for: `"triton"`, `"pallas"` or `"xla"`."""
+    return {"gpu": "triton", "tpu": "pallas"}.get(device_kind(device), "xla")
+
+
+def device_fingerprint(device: Any = None) -> str:
+    """A stable string that differs wherever tuned configs would: `cpu|amd-epyc-7b13|2-threads`.
+
+    It names the hardware and nothing that changes between runs. The compiler's version is kept
+    with each stored entry instead, so that an upgrade marks entries as suspect rather than
+    losing them.
+    """
+    return _fingerprint(device or current_device())
+
+
+@functools.lru_cache(maxsize=256)
+def _fingerprint(device: Any) -> str:
+    kind = device_kind(device)
+    if kind == "cpu":
+        return f"cpu|{_slug(_cpu_model())}|{_thread_count()}-threads"
+    parts = [kind, _slug(str(device.device_kind))]
+    capability = getattr(device, "compute_capability", None)
+    if capability:
+        parts.append(f"sm{str(capability).replace('.', '')}")
+    cores = getattr(device, "core_count", None)
+    if cores:
+        parts.append(f"{cores}-cores")
+    return "|".join(parts)
+
+
+def _cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if line.lower().startswith(("model name", "cpu part")):
+                    return line.split(":", 1)[1].strip()
+    except OSError:  # not Linux
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _thread_count() -> int:
+    # XLA sizes its thread pool by the cores this process may use, not by those of the machine.
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-") or "unknown"
+
+
+# --- arguments -----------------------------------------------------------------------------------
+
+
+def is_array(value: Any) -> bool:
+    """True for what a kernel receives as data: arrays, tracers, NumPy arrays and abstract shapes."""
+    return isinstance(value, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
+
+
+def abstractify(tree: Any) -> Any:
+    """Replace every array in a pytree by its `jax.ShapeDtypeStruct`; leave other leaves alone.
+
+    >>> abstractify({"x": np.zeros((2, 3), np.float32), "causal": True})
+    {'causal': True, 'x': ShapeDtypeStruct(shape=(2, 3), dtype=float32)}
+    """
+    return jax.tree.map(_abstract_leaf, tree)
+
+
+def abstractify_arguments(tree: Any) -> Any:
+    """Like `abstractify`, but a Python number is an array too, as in any jitted function."""
+    return jax.tree.map(
+        lambda leaf: _abstract_leaf(leaf) if not _is_number(leaf) else _abstract_number(leaf), tree
+    )
+
+
+def _abstract_leaf(leaf: Any) -> Any:
+    if not is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    return jax.ShapeDtypeStruct(
+        leaf.shape,
+        _canonical_dtype(leaf.dtype),
+        weak_type=bool(getattr(leaf, "weak_type", False)),
+        sharding=_explicit_sharding(leaf),
+    )
+
+
+def _canonical_dtype(dtype: Any) -> Any:
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):  # random keys
+        return dtype
+    return jax.dtypes.canonicalize_dtype(dtype)
+
+
+def _is_number(leaf: Any) -> bool:
+    return type(leaf) in (bool, int, float, complex)
+
+
+def _abstract_number(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((), jnp.result_type(leaf), weak_type=type(leaf) is not bool)
+
+
+def _explicit_sharding(array: Any) -> Any:
+    """The sharding that is part of an array's type, or None.
+
+    Only meshes with explicit axes put it there; with automatic axes the compiler decides later and
+    two shardings share one trace, so it cannot be part of the key.
+    """
+    if not isinstance(array, jax.Array):
+        return None
+    sharding = getattr(jax.typeof(array), "sharding", None)
+    spec = getattr(sharding, "spec", None)
+    return sharding if spec is not None and any(axis is not None for axis in spec) else None
+
+
+def leaf_signature(leaf: Any) -> str:
+    """`float32[8,8]`, with `~` for a weak type and the sharding where the type carries one."""
+    if not is_array(leaf):
+        return stable_json(leaf)
+    abstract = _abstract_leaf(leaf)
+    text = f"{dtype_name(abstract.dtype)}[{','.join(map(str, abstract.shape))}]"
+    if getattr(abstract, "weak_type", False):
+        text += "~"
+    sharding = getattr(abstract, "sharding", None)
+    return text if sharding is None else f"{text}@{sharding_fingerprint(sharding)}"
+
+
+def tree_signature(tree: Any) -> dict[str, Any]:
+    """Structure and leaves of a pytree, as plain data that is the same in every process."""
+    leaves, structure = jax.tree.flatten(tree)
+    return {
+        "leaves": [leaf_signature(leaf) for leaf in leaves],
+        "tree": _ADDRESS.sub("", str(structure)),
+    }
+
+
+def sharding_fingerprint(value: Any) -> str:
+    """A stable description of an array's (or a) sharding: mesh axes with sizes, and the spec.
+
+    >>> sharding_fingerprint(np.zeros(3))
+    'none'
+    """
+    sharding = value if isinstance(value, jax.sharding.Sharding) else _sharding_of(value)
+    if sharding is None:
+        return "none"
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        return "single"
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        mesh = ",".join(f"{name}={size}" for name, size in sharding.mesh.shape.items())
+        spec = ",".join(_axis_text(axis) for axis in sharding.spec)
+        return f"named({mesh})[{spec}]"
+    devices = getattr(sharding, "num_devices", len(sharding.device_set))
+    return (
+        f"{type(sharding).__name__.lower()}:{short_hash(_ADDRESS.sub('', str(sharding)))}:{devices}"
+    )
+
+
+def _sharding_of(value: Any) -> Any:
+    if isinstance(value, jax.core.Tracer):
+        return _explicit_sharding(value)
+    return getattr(value, "sharding", None)
+
+
+def _axis_text(axis: Any) -> str:
+    if axis is None:
+        return "-"
+    return "+".join(map(str, axis)) if isinstance(axis, tuple) else str(axis)
+
+
+def default_key_builder_with_sharding(
+    kernel_or_invocation: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+) -> str:
+    """A call key that also depends on how the arguments are sharded.
+
+    Use it as a kernel's `key_builder`, or call it with `(kernel, args, kwargs)`. Two calls of the
+    same shapes get different keys when one of them is sharded over a mesh.
+    """
+    inv: Invocation[Any, Any]
+    if hasattr(kernel_or_invocation, "call_key"):
+        inv = kernel_or_invocation
+    else:
+        from ..core.invocation import Invocation
+
+        inv = Invocation(kernel=kernel_or_invocation, args=tuple(args), kwargs=dict(kwargs or {}))
+    leaves = jax.tree.leaves((inv.args, dict(inv.kwargs)))
+    shardings = [sharding_fingerprint(leaf) for leaf in leaves if is_array(leaf)]
+    return short_hash({"call": inv.call_key, "shardings": shardings})

@@ -1,0 +1,164 @@
+"""A call written into its program: which kernel, which shapes, which static values.
+
+With it a program can be tuned by a process that never ran it, from its text alone. It is JSON with
+single quotes, because a program's text would escape every double quote. A call with something in it
+that cannot be written (a function, a custom pytree node) has a label and no specification.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from .fingerprint import abstractify, abstractify_arguments, is_array, leaf_signature
+from .serialize import from_plain, qualified_name, to_plain
+
+if TYPE_CHECKING:
+    from ..core.invocation import Invocation
+    from ..core.kernel import Kernel
+
+_ARRAY = re.compile(r"(?P<dtype>[a-z0-9_]+)\[(?P<shape>[\d,]*)\](?P<weak>~?)")
+
+
+class SpecificationError(ValueError):
+    """A specification that cannot be turned back into a call; says why."""
+
+
+# --- writing -------------------------------------------------------------------------------------
+
+
+def write_specification(
+    inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any = None
+) -> str | None:
+    """The specification of a call, or None if something in it cannot be written."""
+    try:
+        spec: dict[str, Any] = {
+            "op": inv.full_op_id,
+            "kernel": qualified_name(type(kernel)),
+            "args": [_tree_to_plain(arg) for arg in inv.abstract_args],
+        }
+        if inv.kwargs:
+            keywords = abstractify(dict(inv.kwargs))
+            spec["kwargs"] = {name: _tree_to_plain(value) for name, value in keywords.items()}
+        if inv.batch_axes is not None:
+            spec["batch"] = to_plain(inv.batch_axes)
+        if cfg is not None:
+            spec["config"] = to_plain(cfg)
+    except TypeError:
+        return None
+    text = json.dumps(spec, separators=(",", ":"), ensure_ascii=True)
+    return text.replace("'", "\\u0027").replace('"', "'")
+
+
+def _tree_to_plain(value: Any) -> Any:
+    if is_array(value):
+        signature = leaf_signature(value)
+        if not _ARRAY.fullmatch(signature):  # an explicit sharding: its mesh cannot be rebuilt
+            raise TypeError(f"{signature} cannot be written")
+        return {"$array": signature}
+    if type(value) in (tuple, list):
+        tag = "$tuple" if type(value) is tuple else "$list"
+        return {tag: [_tree_to_plain(item) for item in value]}
+    if type(value) is dict:
+        return {"$dict": {key: _tree_to_plain(item) for key, item in value.items()}}
+    if any(is_array(leaf) for leaf in jax.tree.leaves(value)):
+        raise TypeError(f"a {type(value).__name__} cannot be written")
+    if isinstance(value, (set, frozenset)) or hasattr(value, "__dataclass_fields__"):
+        raise TypeError(f"a {type(value).__name__} cannot be written without its type")
+    return to_plain(value)
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def read_specification(text: str) -> Invocation[Any, Any]:
+    """The call that a specification describes, with its kernel.
+
+    The kernel is one that lives in this process under the same operation id; else its module is
+    imported and its class constructed without arguments.
+    """
+    from ..core.invocation import BatchAxes, Invocation
+
+    try:
+        spec = json.loads(text.replace('"', "\\u0022").replace("'", '"'))
+        op_id, kernel_name, args = spec["op"], spec["kernel"], spec["args"]
+        positional = tuple(_tree_from_plain(arg) for arg in args)
+        keywords = {name: _tree_from_plain(value) for name, value in spec.get("kwargs", {}).items()}
+        batch = from_plain(spec["batch"], BatchAxes) if "batch" in spec else None
+        if batch is not None and isinstance(batch.in_axes, list):
+            batch = BatchAxes(batch.transform, tuple(batch.in_axes), batch.size)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SpecificationError(
+            f"the specification {text[:200]!r} is damaged: {error!r}"
+        ) from error
+    return Invocation(
+        kernel=find_kernel(op_id, kernel_name),
+        args=abstractify_arguments(positional),
+        kwargs=keywords,
+        batch_axes=batch,
+    )
+
+
+def find_kernel(op_id: str, qualified: str) -> Kernel[Any, Any]:
+    """The kernel with this operation id: alive already, or made from its class."""
+    from ..core import catalog
+    from ..core.kernel import Kernel
+
+    alive = catalog.find(op_id)
+    if alive is not None:
+        return alive
+    module_name, _, path = qualified.partition(":")
+    if "<locals>" in path:
+        raise SpecificationError(
+            f"{op_id}: its kernel class {qualified} is defined inside a function and cannot be "
+            "imported; create the kernel in this process first"
+        )
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise SpecificationError(
+            f"{op_id}: its kernel {qualified} cannot be imported: {error}"
+        ) from error
+    alive = catalog.find(op_id)  # importing the module may have created it
+    if alive is not None:
+        return alive
+    if not (isinstance(found, type) and issubclass(found, Kernel)):
+        raise SpecificationError(f"{op_id}: {qualified} is not a Kernel class")
+    try:
+        made = found()
+    except TypeError as error:
+        raise SpecificationError(
+            f"{op_id}: {qualified} cannot be constructed without arguments ({error}); create the "
+            "kernel in this process first"
+        ) from error
+    if made.full_op_id != op_id:
+        raise SpecificationError(f"{op_id}: {qualified}() makes a kernel called {made.full_op_id}")
+    return made
+
+
+def _tree_from_plain(plain: Any) -> Any:
+    if isinstance(plain, dict):
+        if "$array" in plain:
+            return _array_from_signature(plain["$array"])
+        if "$tuple" in plain:
+            return tuple(_tree_from_plain(item) for item in plain["$tuple"])
+        if "$list" in plain:
+            return [_tree_from_plain(item) for item in plain["$list"]]
+        if "$dict" in plain:
+            return {key: _tree_from_plain(item) for key, item in plain["$dict"].items()}
+    return from_plain(plain, Any)
+
+
+def _array_from_signature(signature: str) -> jax.ShapeDtypeStruct:
+    match = _ARRAY.fullmatch(signature)
+    if match is None:
+        raise ValueError(f"{signature!r} is not an array signature")
+    shape = tuple(int(size) for size in match["shape"].split(",") if size)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(match["dtype"]), weak_type=bool(match["weak"]))
