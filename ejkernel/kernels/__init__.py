@@ -1,1 +1,1 @@
-"""One folder per operation: a naive reference, the implementations, and the kernel that joins them."""
+"""One folder per operation: a naive reference, the implementations, the kernel over them."""

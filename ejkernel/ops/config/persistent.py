@@ -64,10 +64,19 @@ class PersistentCache:
     # --- writing ---------------------------------------------------------------------------------
 
     @overload
-    def put(self, key: Any, cfg: Any, /, **about: Any) -> None: ...
+    def put(self, key: Any, cfg: Any, /, *, about: Mapping[str, Any] | None = None) -> None: ...
     @overload
-    def put(self, device: str, op_id: str, call_key: str, cfg: Any, /, **about: Any) -> None: ...
-    def put(self, *parts: Any, **about: Any) -> None:
+    def put(
+        self,
+        device: str,
+        op_id: str,
+        call_key: str,
+        cfg: Any,
+        /,
+        *,
+        about: Mapping[str, Any] | None = None,
+    ) -> None: ...
+    def put(self, *parts: Any, about: Mapping[str, Any] | None = None) -> None:
         """Keep a config: `put(key, cfg)` or `put(device, op_id, call_key, cfg)`.
 
         `about` is kept beside it: how it was measured, with which versions, by which source.
@@ -86,7 +95,7 @@ class PersistentCache:
             "about": {
                 "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 "where": socket.gethostname(),
-                **about,
+                **(about or {}),
             },
         }
         text = json.dumps(entry, indent=1, sort_keys=True)

@@ -210,12 +210,12 @@ class ConfigSelectorChain:
 
     # --- tuning ----------------------------------------------------------------------------------
 
-    def _tune(self, request: Request) -> Outcome:
+    def _tune(self, request: Request) -> Outcome[Any]:
         from ..tuner.session import tune_request
 
         return tune_request(self.tuner, request)
 
-    def _keep(self, request: Request, outcome: Outcome) -> None:
+    def _keep(self, request: Request, outcome: Outcome[Any]) -> None:
         self.cache.put(request.key, outcome.best)
         self.cache.mark_served(request.key)
         if self.persistent is None or not self.persist_autotune:
@@ -224,8 +224,7 @@ class ConfigSelectorChain:
             self.persistent.put(
                 request.key,
                 outcome.best,
-                signature=request.inv.signature,
-                **outcome.about(),
+                about={"signature": request.inv.signature, **outcome.about()},
             )
         except OSError as error:
             logger.warning(

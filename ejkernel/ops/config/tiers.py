@@ -159,8 +159,8 @@ class AutotuneTier:
 
     def __init__(
         self,
-        tune: Callable[[Request], Outcome],
-        keep: Callable[[Request, Outcome], None],
+        tune: Callable[[Request], Outcome[Any]],
+        keep: Callable[[Request, Outcome[Any]], None],
         forbid_reautotune: bool,
     ) -> None:
         self._tune = tune

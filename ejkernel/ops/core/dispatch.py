@@ -59,9 +59,9 @@ def check_method_names(cls: type) -> None:
             suffix = name.removeprefix(f"{method}_")
             if suffix != name and name not in METHODS and suffix not in SUFFIXES:
                 raise TypeError(
-                    f"kernel class {cls.__name__} defines {name}(), but {suffix!r} is not a platform "
-                    f"or device kind, so it would never run; known suffixes of {method}_ are "
-                    f"{', '.join(SUFFIXES)} (start helper methods with an underscore)"
+                    f"kernel class {cls.__name__} defines {name}(), but {suffix!r} is not a "
+                    f"platform or device kind, so it would never run; known suffixes "
+                    f"of {method}_ are {', '.join(SUFFIXES)} (start helper methods with an underscore)"
                 )
 
 

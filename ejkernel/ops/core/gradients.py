@@ -199,13 +199,13 @@ def _check_gradient(op_id: str, rule: str, where: str, gradient: Any, primal: An
         return None
     leaves, structure = jax.tree.flatten(primal)
     try:
-        parts = structure.flatten_up_to(gradient)
+        parts = structure.flatten_up_to(gradient)  # type: ignore[attr-defined]
     except (ValueError, TypeError) as error:
         raise TypeError(
             f"kernel {op_id}: {rule} returned a gradient for {where} whose structure "
             f"differs from the argument's: {error}"
         ) from error
-    checked = []
+    checked: list[Any] = []
     for part, leaf in zip(parts, leaves, strict=True):
         if part is None or not _is_differentiable(leaf):
             checked.append(None)
@@ -236,7 +236,7 @@ def _gradient_leaves(
         tuple(_filled(g, arg) for g, arg in zip(positional, args, strict=True)),
         {name: _filled(by_keyword.get(name), value) for name, value in kwargs.items()},
     )
-    return list(structure.flatten_up_to(full))
+    return list(structure.flatten_up_to(full))  # type: ignore[attr-defined]
 
 
 def _filled(gradient: Any, primal: Any) -> Any:
@@ -266,8 +266,8 @@ def _refuse_missing(
     for owner, wanted in zip(owners, differentiated[positional:], strict=True):
         if wanted and owner not in by_keyword:
             raise TypeError(
-                f"kernel {op_id}: the keyword {owner!r} is being differentiated, but {rule} returns "
-                f"no gradient for it; pass it by position, return a dict {{{owner!r}: gradient}} "
-                f"after the positional gradients ({{{owner!r}: None}} for a zero one), or wrap it "
+                f"kernel {op_id}: the keyword {owner!r} is being differentiated, but {rule} "
+                f"returns no gradient for it; pass it by position, return a dict "
+                f"{{{owner!r}: gradient}} after the positional gradients ({{{owner!r}: None}} for a zero one), or wrap it "
                 "in jax.lax.stop_gradient"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -81,8 +82,8 @@ class Kernel(Generic[Cfg, Out]):
     ) -> None:
         if name is not None and op_id is not None and name != op_id:
             raise TypeError(
-                f"{type(self).__name__}: name={name!r} and op_id={op_id!r} are two spellings of the "
-                "same argument; give one"
+                f"{type(self).__name__}: name={name!r} and op_id={op_id!r} are two spellings of "
+                "the same argument; give one"
             )
         chosen = name or op_id
         if chosen is not None:
@@ -97,8 +98,8 @@ class Kernel(Generic[Cfg, Out]):
         if not defined_methods(cls, "run", Kernel):
             raise TypeError(
                 f"kernel {self.op_id!r} ({cls.__name__}) has no run method; write "
-                "run(self, *args, cfg, **kwargs) or one of run_triton, run_pallas, run_xla, run_gpu, "
-                "run_tpu, run_cpu"
+                "run(self, *args, cfg, **kwargs) or one of run_triton, run_pallas, run_xla, "
+                "run_gpu, run_tpu, run_cpu"
             )
         forward = defined_methods(cls, "fwd_with_residuals", Kernel)
         backward = defined_methods(cls, "vjp", Kernel)
@@ -114,8 +115,8 @@ class Kernel(Generic[Cfg, Out]):
         ):
             if not isinstance(value, str) or not pattern.fullmatch(value):
                 raise ValueError(
-                    f"kernel {cls.__name__}: {label} {value!r} cannot stand in a label; use letters, "
-                    "digits, '_', '.', '-' and '/'"
+                    f"kernel {cls.__name__}: {label} {value!r} cannot stand in a label; use "
+                    "letters, digits, '_', '.', '-' and '/'"
                 )
 
     # --- identity --------------------------------------------------------------------------------
@@ -187,10 +188,8 @@ class Kernel(Generic[Cfg, Out]):
     def candidates(self, inv: Invocation[Cfg, Out]) -> list[Cfg]:
         """Every distinct config to try on the current device; the heuristic one comes first."""
         found: list[Cfg] = []
-        try:
+        with contextlib.suppress(NotImplementedError):  # a space without a favourite is fine
             found.append(self.heuristic(inv))
-        except NotImplementedError:
-            pass  # a kernel may have a space and no favourite in it
         for method in ("candidate_cfgs", "config_space"):
             listed = find_method(self, method, device_kind(), Kernel)
             if listed is not None:

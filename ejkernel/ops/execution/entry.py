@@ -103,8 +103,8 @@ class Entry:
         for name in static:
             if not _is_hashable(kwargs[name]):
                 raise TypeError(
-                    f"kernel {self._kernel.full_op_id}: the keyword {name!r} is static (it holds no "
-                    f"arrays) and must be hashable, got {kwargs[name]!r} "
+                    f"kernel {self._kernel.full_op_id}: the keyword {name!r} is static (it holds "
+                    f"no arrays) and must be hashable, got {kwargs[name]!r} "
                     f"({type(kwargs[name]).__name__}); use a tuple, a frozen dataclass or a string"
                 ) from error
         self._refuse_mixed_devices(error, args, kwargs)
@@ -119,8 +119,8 @@ class Entry:
         data, rest = split(args, _jax_can_trace)
         if not _is_hashable(rest):
             raise TypeError(
-                f"kernel {self._kernel.full_op_id}: the arguments hold a value that is neither data "
-                f"nor hashable: {[leaf for leaf in rest.fixed if not _is_hashable(leaf)]!r}"
+                f"kernel {self._kernel.full_op_id}: the arguments hold a value that is neither "
+                f"data nor hashable: {[leaf for leaf in rest.fixed if not _is_hashable(leaf)]!r}"
             )
         jitted = self._by_static.get((rest, static))
         if jitted is None:
@@ -140,9 +140,9 @@ class Entry:
             return
         places = {}
         for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
-            if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
-                if leaf.committed:
-                    places[jax.tree_util.keystr(path)] = frozenset(leaf.devices())
+            concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+            if concrete and leaf.committed:
+                places[jax.tree_util.keystr(path)] = frozenset(leaf.devices())
         if len(set(places.values())) < 2:
             return
         listed = "; ".join(

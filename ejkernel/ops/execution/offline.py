@@ -16,7 +16,7 @@ from .tuning import tune_invocations
 
 
 def autotune_lowered(selector: ConfigSelectorChain, lowered: Any) -> AutotuningResult:
-    """Find the labelled operations of a lowered computation, tune each distinct one, keep the result.
+    """Tune each distinct labelled operation of a lowered computation and keep the result.
 
     ::
 

@@ -167,7 +167,7 @@ class AutotuningResult:
 
     @classmethod
     def loads(cls, text: str) -> AutotuningResult:
-        """Read what `dumps` wrote. The kernels' modules must be imported, for their config classes."""
+        """Read what `dumps` wrote; the modules that define the config classes must be loaded."""
         try:
             plain = json.loads(text)
             schema, device, listed = plain["ejkernel_result"], plain["device"], plain["entries"]

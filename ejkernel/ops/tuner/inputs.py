@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def outside_trace() -> contextlib.AbstractContextManager[Any]:
     """Run things for real, even while JAX is tracing; the caller's JAX settings stay in force."""
-    return jax.core.eval_context()  # type: ignore[no-any-return]
+    return jax.core.eval_context()
 
 
 def realistic_inputs(
@@ -77,7 +77,7 @@ def _batched(args: tuple[Any, ...], inv: Invocation[Any, Any], seed: int) -> tup
 
 def _random(like: Any, generator: np.random.Generator) -> Any:
     shape, dtype = like.shape, like.dtype
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         count = int(np.prod(shape, dtype=np.int64))
         keys = jax.random.split(jax.random.key(int(generator.integers(2**31))), max(count, 1))
         return keys[:count].reshape(shape)

@@ -24,7 +24,7 @@ _DEFAULT_TOLERANCE = 2e-1  # eight-bit floats
 
 def differs(output: Any, reference: Any) -> str | None:
     """Why `output` is not the reference's, or None if it is."""
-    if jax.tree.structure(output) != jax.tree.structure(reference):
+    if jax.tree.structure(output) != jax.tree.structure(reference):  # type: ignore[operator]
         return (
             f"output structure {jax.tree.structure(output)} differs from the reference's "
             f"{jax.tree.structure(reference)}"
@@ -45,7 +45,7 @@ def _leaf_differs(got: Any, wanted: Any) -> str | None:
         return f"shape {got.shape} differs from the reference's {wanted.shape}"
     if got.dtype != wanted.dtype:
         return f"dtype {got.dtype} differs from the reference's {wanted.dtype}"
-    if jax.dtypes.issubdtype(got.dtype, jax.dtypes.extended):
+    if jnp.issubdtype(got.dtype, jax.dtypes.extended):
         got, wanted = jax.random.key_data(got), jax.random.key_data(wanted)
     if not jnp.issubdtype(got.dtype, jnp.inexact):
         wrong = int(np.sum(np.asarray(got) != np.asarray(wanted)))

@@ -48,12 +48,12 @@ def race(
             break
         keep = running[: max(2, (len(running) + 1) // 2)]
         if favourite in running and favourite not in keep:
-            keep[-1] = favourite  # type: ignore[call-overload]
+            keep[-1] = favourite
         running = keep
         rounds *= 2
     winner = running[0]
-    if favourite in running and not _clearly_faster(samples[winner], samples[favourite]):  # type: ignore[index]
-        winner = favourite  # type: ignore[assignment]
+    if favourite in running and not _clearly_faster(samples[winner], samples[favourite]):
+        winner = favourite
     return winner, samples
 
 

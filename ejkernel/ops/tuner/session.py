@@ -50,11 +50,12 @@ def tune_invocation(
         reference = getattr(kernel, "reference", None)
         if reference is not None:
             reference = _mapped(reference, inv)
-        measured, notes = "forward", ()
+        measured = "forward"
+        notes: tuple[str, ...] = ()
         if backward:
             try:
                 cotangents = _random_cotangents(make_fn, configs, args, kwargs)
-            except Exception as error:  # whatever it is, it becomes a note in the result
+            except Exception as error:  # noqa: BLE001  whatever it is, the result says so
                 notes = (f"timed forward only: {type(error).__name__}: {error}",)
             else:
                 measured = "forward and backward"

@@ -27,7 +27,7 @@ _GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 
 def current_device() -> Any:
     """The device that uncommitted work runs on: `jax.default_device` if set, else the first one."""
-    chosen = jax.config.jax_default_device
+    chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
     if chosen is None:
         return jax.devices()[0]
     return jax.devices(chosen)[0] if isinstance(chosen, str) else chosen
@@ -97,7 +97,7 @@ def _slug(text: str) -> str:
 
 
 def is_array(value: Any) -> bool:
-    """True for what a kernel receives as data: arrays, tracers, NumPy arrays and abstract shapes."""
+    """True for what a kernel receives as data: arrays, tracers, NumPy's, abstract shapes."""
     return isinstance(value, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
@@ -129,7 +129,7 @@ def _abstract_leaf(leaf: Any) -> Any:
 
 
 def _canonical_dtype(dtype: Any) -> Any:
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):  # random keys
+    if jnp.issubdtype(dtype, jax.dtypes.extended):  # random keys
         return dtype
     return jax.dtypes.canonicalize_dtype(dtype)
 

@@ -166,7 +166,7 @@ def find_stamps_in_lowered(lowered: Any) -> list[tuple[str, str | None]]:
 def find_stamps_in_text(text: str) -> list[tuple[str, str | None]]:
     """The same from a program's text, as `lowered.as_text()` writes it."""
     specs: dict[str, str] = {}
-    # Attributes of one operation stand in one dictionary: `{ejkernel_label = "…", ejkernel_spec = "…"}`.
+    # The attributes of an operation stand together: `{ejkernel_label = "…", ejkernel_spec = "…"}`.
     pair = re.compile(
         rf'{LABEL_ATTRIBUTE} ?= ?"([^"]+)", ?{SPEC_ATTRIBUTE} ?= ?"((?:[^"\\]|\\.)*)"'
     )

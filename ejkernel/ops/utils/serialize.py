@@ -96,13 +96,13 @@ def to_plain(value: Any, declared: Any = Any, path: str = "value") -> Any:
         plain: dict[str, Any] = {"$dtype": dtype_name(value)}
         return plain if kind == "dtype" else {**plain, "kind": kind}
     raise TypeError(
-        f"{path}: a {_type_name(type(value))} cannot be written as JSON: {value!r}; configs are made "
-        "of dataclasses, tuples, dicts, sets, enums, dtypes, numbers, strings, booleans and None"
+        f"{path}: a {_type_name(type(value))} cannot be written as JSON: {value!r}; configs are "
+        "made of dataclasses, tuples, dicts, sets, enums, dtypes, numbers, strings and None"
     )
 
 
 def _dataclass_to_plain(value: Any, declared: Any, path: str) -> dict[str, Any]:
-    hints = _field_types(type(value))
+    hints: dict[str, Any] = _field_types(type(value))  # type: ignore[arg-type]
     plain = {
         field.name: to_plain(getattr(value, field.name), hints[field.name], f"{path}.{field.name}")
         for field in dataclasses.fields(value)

@@ -128,7 +128,7 @@ def _code_hash(code: types.CodeType) -> str:
 
 def _stable_repr(value: Any) -> Any:
     text = repr(value)
-    if type(value).__repr__ is object.__repr__ or _ADDRESS.search(text):
+    if getattr(type(value), "__repr__", None) is object.__repr__ or _ADDRESS.search(text):
         raise TypeError(
             f"a {qualified_name(type(value))} has no form that is the same in every process: "
             f"{text}; give it a __repr__ that shows its content, or make it a frozen dataclass"
