@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -141,14 +143,22 @@ def import_ratio(rounds: int) -> tuple[float, float, float]:
     """`import ejkernel.ops` beside `import jax`, each in a new process."""
 
     def seconds(module: str) -> float:
-        code = f"import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
-        return float(subprocess.check_output([sys.executable, "-c", code]))
+        code = (
+            f"import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
+        )
+        return float(subprocess.check_output([sys.executable, "-c", code], env=environment))
 
-    seconds("ejkernel.ops"), seconds("jax")
-    pairs = [(seconds("ejkernel.ops"), seconds("jax")) for _ in range(rounds)]
+    with tempfile.TemporaryDirectory() as folder:
+        # As installed: both from byte code, whatever this shell says about writing it.
+        environment = {**os.environ, "PYTHONPYCACHEPREFIX": folder}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        seconds("ejkernel.ops"), seconds("jax")
+        pairs = [(seconds("ejkernel.ops"), seconds("jax")) for _ in range(rounds)]
     ours, theirs = zip(*pairs, strict=True)
-    return statistics.median(ours), statistics.median(theirs), statistics.median(
-        o / t for o, t in pairs
+    return (
+        statistics.median(ours),
+        statistics.median(theirs),
+        statistics.median(o / t for o, t in pairs),
     )
 
 
@@ -164,13 +174,22 @@ def main() -> None:
     rows.append(("trace 100 calls", *trace_ratio(max(5, options.rounds // 10)), 1.30))
     rows.append(("import ejkernel.ops / jax", *import_ratio(max(3, options.rounds // 30)), 1.15))
     if options.json:
-        print(json.dumps([dict(zip(("case", "ours", "plain", "ratio", "limit"), row, strict=True)) for row in rows]))
+        print(
+            json.dumps(
+                [
+                    dict(zip(("case", "ours", "plain", "ratio", "limit"), row, strict=True))
+                    for row in rows
+                ]
+            )
+        )
         return
     print(f"jax {jax.__version__}, Python {platform.python_version()}, {jax.devices()[0]}")
     print(f"{'case':28} {'ours':>12} {'plain':>12} {'ratio':>7} {'limit':>7}")
     for name, ours, theirs, ratio, limit in rows:
         mark = "" if ratio <= limit else "  over"
-        print(f"{name:28} {ours * 1e6:9.2f} µs {theirs * 1e6:9.2f} µs {ratio:7.3f} {limit:7.2f}{mark}")
+        print(
+            f"{name:28} {ours * 1e6:9.2f} µs {theirs * 1e6:9.2f} µs {ratio:7.3f} {limit:7.2f}{mark}"
+        )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ oldest distinct call is forgotten first.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
@@ -36,12 +37,11 @@ def record_while_tracing(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) ->
 
 
 def _remember(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], unlimited: bool) -> None:
-    import dataclasses
-
     abstract = dataclasses.replace(inv.abstract(), kernel=kernel, override_cfg=None)
+    key = inv.key if inv.kernel is kernel else abstract.key
     with _lock:
-        _invocations[abstract.key] = abstract
-        _invocations.move_to_end(abstract.key)
+        _invocations[key] = abstract
+        _invocations.move_to_end(key)
         while not unlimited and len(_invocations) > LIMIT:
             _invocations.popitem(last=False)
 

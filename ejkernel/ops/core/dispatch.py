@@ -60,8 +60,8 @@ def check_method_names(cls: type) -> None:
             if suffix != name and name not in METHODS and suffix not in SUFFIXES:
                 raise TypeError(
                     f"kernel class {cls.__name__} defines {name}(), but {suffix!r} is not a "
-                    f"platform or device kind, so it would never run; known suffixes "
-                    f"of {method}_ are {', '.join(SUFFIXES)} (start helper methods with an underscore)"
+                    f"platform or device kind, so it would never run; known suffixes of {method}_ "
+                    f"are {', '.join(SUFFIXES)} (start helper methods with an underscore)"
                 )
 
 

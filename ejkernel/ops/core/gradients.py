@@ -268,6 +268,6 @@ def _refuse_missing(
             raise TypeError(
                 f"kernel {op_id}: the keyword {owner!r} is being differentiated, but {rule} "
                 f"returns no gradient for it; pass it by position, return a dict "
-                f"{{{owner!r}: gradient}} after the positional gradients ({{{owner!r}: None}} for a zero one), or wrap it "
-                "in jax.lax.stop_gradient"
+                f"{{{owner!r}: gradient}} after the positional gradients ({{{owner!r}: None}} for "
+                "a zero one), or wrap it in jax.lax.stop_gradient"
             )

@@ -9,6 +9,7 @@ import jax
 
 from ..core.invocation import BatchAxes
 from ..core.kernel import Kernel
+from .entry import Entry, holds_arrays
 from .executor import Executor, default_executor
 
 
@@ -22,12 +23,7 @@ def vmap_with_config(
     `cfg=`, are passed on and not mapped.
     """
     executor, kernel = _executor_and_kernel(executor_and_kernel, "vmap_with_config")
-
-    def mapped(*args: Any, **kwargs: Any) -> Any:
-        batch = BatchAxes("vmap", in_axes, _batch_size(kernel, args, in_axes))
-        return _mapped(executor, kernel, jax.vmap, batch, args, kwargs, {"out_axes": out_axes})
-
-    return mapped
+    return _VmapEntry(kernel, executor, in_axes, out_axes).call
 
 
 def pmap_with_config(
@@ -35,35 +31,56 @@ def pmap_with_config(
 ) -> Callable[..., Any]:
     """A kernel over devices by `jax.pmap`: `pmap_with_config(kernel, axis_name="devices")(a, b)`.
 
-    One config is selected for all devices, for the shapes that one device sees.
+    One config is selected for all devices, for the shapes that one device sees. Keywords, and
+    `cfg=`, are passed on and not mapped.
     """
     executor, kernel = _executor_and_kernel(executor_and_kernel, "pmap_with_config")
+    mapped: dict[Any, Any] = {}  # by static keywords: pmap caches by the function it is given
 
-    def mapped(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        arrays = {name: value for name, value in kwargs.items() if holds_arrays(value)}
+        static = {name: value for name, value in kwargs.items() if name not in arrays}
+        axes = in_axes if isinstance(in_axes, (tuple, list)) else (in_axes,) * len(args)
         batch = BatchAxes("pmap", in_axes, _batch_size(kernel, args, in_axes))
-        options = {"out_axes": out_axes, "axis_name": axis_name}
-        return _mapped(executor, kernel, jax.pmap, batch, args, kwargs, options)
 
-    return mapped
+        def one(arrays: dict[str, Any], *args: Any) -> Any:
+            keywords = {**static, **arrays}
+            cfg = keywords.pop("cfg", None)
+            chosen = executor or default_executor()
+            return chosen.run(kernel, args, keywords, cfg=cfg, batch_axes=batch)
+
+        key = (batch.size, tuple(sorted(static.items())))
+        if key not in mapped:
+            mapped[key] = jax.pmap(
+                one, axis_name=axis_name, in_axes=(None, *axes), out_axes=out_axes
+            )
+        return mapped[key](arrays, *args)
+
+    return call
 
 
-def _mapped(
-    executor: Executor | None,
-    kernel: Kernel[Any, Any],
-    transform: Callable[..., Any],
-    batch: BatchAxes,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: dict[str, Any],
-) -> Any:
-    cfg = kwargs.pop("cfg", None)
+class _VmapEntry(Entry):
+    """The way into a kernel that is mapped over a batch."""
 
-    def one(*args: Any) -> Any:
-        # Inside the transform every argument has the shape of one example.
-        chosen = executor or default_executor()
-        return chosen.run(kernel, args, kwargs, cfg=cfg, batch_axes=batch)
+    __slots__ = ("_in_axes", "_out_axes")
 
-    return transform(one, in_axes=batch.in_axes, **options)(*args)
+    def __init__(
+        self, kernel: Kernel[Any, Any], executor: Executor | None, in_axes: Any, out_axes: Any
+    ) -> None:
+        super().__init__(kernel, executor)
+        self._in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
+        self._out_axes = out_axes
+
+    def run(
+        self, executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any
+    ) -> Any:
+        batch = BatchAxes("vmap", self._in_axes, _batch_size(self.kernel, args, self._in_axes))
+
+        def one(*args: Any) -> Any:
+            # Inside the transform every argument has the shape of one example.
+            return executor.run(self.kernel, args, kwargs, cfg=cfg, batch_axes=batch)
+
+        return jax.vmap(one, in_axes=self._in_axes, out_axes=self._out_axes)(*args)
 
 
 def _executor_and_kernel(
@@ -85,15 +102,19 @@ def _batch_size(kernel: Kernel[Any, Any], args: tuple[Any, ...], in_axes: Any) -
     axes = in_axes if isinstance(in_axes, (tuple, list)) else (in_axes,) * len(args)
     if len(axes) != len(args):
         raise ValueError(
-            f"kernel {kernel.full_op_id}: in_axes has {len(axes)} entries for {len(args)} arguments"
+            f"kernel {kernel.full_op_id}: in_axes={in_axes!r} has {len(axes)} entries for "
+            f"{len(args)} arguments"
         )
     for arg, axis in zip(args, axes, strict=True):
-        if isinstance(axis, int):
-            for leaf in jax.tree.leaves(arg):
-                return int(leaf.shape[axis])
-        elif axis is not None:
-            for leaf, position in zip(jax.tree.leaves(arg), jax.tree.leaves(axis), strict=False):
-                return int(leaf.shape[position])
+        leaves = jax.tree.leaves(arg)
+        positions = [axis] * len(leaves) if isinstance(axis, int) else jax.tree.leaves(axis)
+        for leaf, position in zip(leaves, positions, strict=False):
+            if not -leaf.ndim <= position < leaf.ndim:
+                raise ValueError(
+                    f"kernel {kernel.full_op_id}: in_axes={in_axes!r} names axis {position} of an "
+                    f"array of shape {leaf.shape}"
+                )
+            return int(leaf.shape[position])
     raise ValueError(
         f"kernel {kernel.full_op_id}: in_axes={in_axes!r} maps no argument; "
         "at least one axis must be a number"

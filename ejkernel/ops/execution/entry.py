@@ -29,10 +29,10 @@ _STATIC_TYPES = frozenset({bool, int, float, complex, str, bytes, type(None)})
 class Entry:
     """Calls one kernel through one executor (None: the default one at the time of tracing)."""
 
-    __slots__ = ("_by_static", "_executor", "_kernel", "plain")
+    __slots__ = ("_by_static", "_executor", "kernel", "plain")
 
     def __init__(self, kernel: Kernel[Any, Any], executor: Executor | None) -> None:
-        self._kernel = kernel
+        self.kernel = kernel
         self._executor = executor
         self._by_static: dict[Any, Any] = {}
 
@@ -41,23 +41,37 @@ class Entry:
 
         self.plain = jax.jit(_named(call, kernel))
 
-    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any = None) -> Any:
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What JAX traces: select and run, through the executor of this moment."""
         executor = self._executor
         if executor is None:
             from .executor import default_executor
 
             executor = default_executor()
-        return executor.run(self._kernel, args, kwargs, cfg=cfg)
+        cfg = kwargs.pop("cfg", None)
+        return self.run(executor, args, kwargs, cfg.value if isinstance(cfg, ByContent) else cfg)
+
+    def run(
+        self, executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any
+    ) -> Any:
+        """Run the kernel inside the trace; a mapped entry does it for a whole batch."""
+        return executor.run(self.kernel, args, kwargs, cfg=cfg)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call as a kernel is called."""
+        if kwargs:
+            return self.with_keywords(args, kwargs)
+        try:
+            return self.plain(*args)
+        except (TypeError, ValueError) as error:
+            return self.after_error(error, args)
 
     def with_keywords(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call with keywords: those that hold arrays are traced, the others are static."""
-        static = tuple(
-            [
-                name
-                for name, value in kwargs.items()
-                if type(value) in _STATIC_TYPES or not _holds_arrays(value)
-            ]
-        )
+        if _STATIC_TYPES.issuperset(map(type, kwargs.values())):
+            static = tuple(kwargs)
+        else:
+            static = tuple(name for name, value in kwargs.items() if not holds_arrays(value))
         jitted = self._by_static.get(static) or self._jitted_for(static)
         try:
             return jitted(*args, **kwargs)
@@ -66,25 +80,22 @@ class Entry:
 
     def _jitted_for(self, static: tuple[str, ...]) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            cfg = kwargs.pop("cfg", None)
-            return self._trace(args, kwargs, cfg.value if isinstance(cfg, ByContent) else cfg)
+            return self._trace(args, kwargs)
 
-        jitted = jax.jit(_named(call, self._kernel), static_argnames=static)
+        jitted = jax.jit(_named(call, self.kernel), static_argnames=static)
         self._by_static[static] = jitted
         return jitted
 
     def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
         """The program for these arguments, compiled; static keywords are built in."""
-        dynamic = {name: value for name, value in kwargs.items() if _holds_arrays(value)}
+        dynamic = {name: value for name, value in kwargs.items() if holds_arrays(value)}
         static = {name: value for name, value in kwargs.items() if name not in dynamic}
 
         def call(*args: Any, **dynamic: Any) -> Any:
-            everything = {**static, **dynamic}
-            cfg = everything.pop("cfg", None)
-            return self._trace(args, everything, cfg)
+            return self._trace(args, {**static, **dynamic})
 
-        lowered = jax.jit(_named(call, self._kernel)).lower(*args, **dynamic)
-        return CompiledCall(self._kernel.full_op_id, lowered.compile(), static)
+        lowered = jax.jit(_named(call, self.kernel)).lower(*args, **dynamic)
+        return CompiledCall(self.kernel.full_op_id, lowered.compile(), static)
 
     # --- when a call failed ----------------------------------------------------------------------
 
@@ -98,12 +109,12 @@ class Entry:
         """Serve a call that the fast path could not take, or raise the clearest error there is."""
         kwargs = kwargs or {}
         if "cfg" in kwargs and not _is_hashable(kwargs["cfg"]):
-            self._kernel.check_config(kwargs["cfg"])
+            self.kernel.check_config(kwargs["cfg"])
             return self.with_keywords(args, {**kwargs, "cfg": ByContent(kwargs["cfg"])})
         for name in static:
             if not _is_hashable(kwargs[name]):
                 raise TypeError(
-                    f"kernel {self._kernel.full_op_id}: the keyword {name!r} is static (it holds "
+                    f"kernel {self.kernel.full_op_id}: the keyword {name!r} is static (it holds "
                     f"no arrays) and must be hashable, got {kwargs[name]!r} "
                     f"({type(kwargs[name]).__name__}); use a tuple, a frozen dataclass or a string"
                 ) from error
@@ -119,17 +130,16 @@ class Entry:
         data, rest = split(args, _jax_can_trace)
         if not _is_hashable(rest):
             raise TypeError(
-                f"kernel {self._kernel.full_op_id}: the arguments hold a value that is neither "
+                f"kernel {self.kernel.full_op_id}: the arguments hold a value that is neither "
                 f"data nor hashable: {[leaf for leaf in rest.fixed if not _is_hashable(leaf)]!r}"
             )
         jitted = self._by_static.get((rest, static))
         if jitted is None:
 
             def call(data: list[Any], **kwargs: Any) -> Any:
-                cfg = kwargs.pop("cfg", None)
-                return self._trace(rest.merge(data), kwargs, cfg)
+                return self._trace(rest.merge(data), kwargs)
 
-            jitted = jax.jit(_named(call, self._kernel), static_argnames=static)
+            jitted = jax.jit(_named(call, self.kernel), static_argnames=static)
             self._by_static[rest, static] = jitted
         return jitted(data, **kwargs)
 
@@ -150,7 +160,7 @@ class Entry:
             for path, devices in places.items()
         )
         raise ValueError(
-            f"kernel {self._kernel.full_op_id}: the arguments are on different devices: {listed}; "
+            f"kernel {self.kernel.full_op_id}: the arguments are on different devices: {listed}; "
             "move them with jax.device_put"
         ) from error
 
@@ -206,7 +216,7 @@ def _named(function: Any, kernel: Kernel[Any, Any]) -> Any:
     return function
 
 
-def _holds_arrays(value: Any) -> bool:
+def holds_arrays(value: Any) -> bool:
     return is_array(value) or any(is_array(leaf) for leaf in jax.tree.leaves(value))
 
 

@@ -111,7 +111,10 @@ class Executor:
             override_cfg=cfg,
             stamp=stamp,
         )
-        chosen = kernel.check_config(self.chooser.choose(inv, kernel), "the chooser returned")
+        if cfg is not None and not isinstance(self.chooser, ConfigSelectorChain):
+            chosen = cfg  # a chooser of the user's own need not know of overrides
+        else:
+            chosen = kernel.check_config(self.chooser.choose(inv, kernel), "the chooser returned")
         record_while_tracing(kernel, inv)
         return run_labelled(inv, kernel, chosen)
 

@@ -32,14 +32,26 @@ _entered: contextvars.ContextVar[tuple[tuple[AutotuningResult, OverlayLayer], ..
 class Entry:
     """The config of one operation's call.
 
-    `signature` and `outcome` say for which shapes and how it was measured; they are not part of
-    the entry's identity.
+    The rest says for which shapes and how it was measured; it is not part of the entry's identity.
+
+    Attributes:
+      op_id: the operation with its version.
+      call_key: the call.
+      cfg: its config.
+      signature: the call, readable.
+      seconds: the measured time per call.
+      heuristic_seconds: that of the heuristic config.
+      origin: where the config comes from, in words.
+      outcome: every candidate, if it was measured in this process.
     """
 
     op_id: str
     call_key: str
     cfg: Any
     signature: str = dataclasses.field(default="", compare=False)
+    seconds: float | None = dataclasses.field(default=None, compare=False)
+    heuristic_seconds: float | None = dataclasses.field(default=None, compare=False)
+    origin: str = dataclasses.field(default="", compare=False, repr=False)
     outcome: Outcome[Any] | None = dataclasses.field(default=None, compare=False, repr=False)
 
 
@@ -154,6 +166,8 @@ class AutotuningResult:
                 "op_id": entry.op_id,
                 "call_key": entry.call_key,
                 "signature": entry.signature,
+                "seconds": entry.seconds,
+                "heuristic_seconds": entry.heuristic_seconds,
                 "config": to_plain(entry.cfg),
                 "config_type": qualified_name(type(entry.cfg)),
             }
@@ -205,4 +219,12 @@ def _entry_from_plain(plain: Any, index: int) -> Entry:
             f"{where}: the config class {type_name} of {op_id} is not loaded; import the module "
             "that defines the kernel first"
         )
-    return Entry(op_id, call_key, from_plain(config, config_type), plain.get("signature", ""))
+    return Entry(
+        op_id,
+        call_key,
+        from_plain(config, config_type),
+        plain.get("signature", ""),
+        plain.get("seconds"),
+        plain.get("heuristic_seconds"),
+        origin="loaded",
+    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .results import AutotuningResult, Entry
@@ -29,7 +30,7 @@ def text_table(
 def result_table(result: AutotuningResult) -> str:
     """An `AutotuningResult` as a table, one operation per row."""
     rows = [_row(entry) for entry in result.entries]
-    header = ("operation", "call", "heuristic", "tuned", "ratio", "config")
+    header = ("operation", "shapes", "heuristic", "tuned", "ratio", "config")
     text = f"tuned for {result.device}\n" + text_table(header, rows, right=(2, 3, 4))
     for skipped in result.skipped:
         text += f"\nnot tuned: {skipped.label}: {skipped.reason}"
@@ -37,11 +38,7 @@ def result_table(result: AutotuningResult) -> str:
 
 
 def _row(entry: Entry) -> tuple[str, ...]:
-    outcome = entry.outcome
-    heuristic = tuned = None
-    if outcome is not None:
-        tuned = outcome.seconds(outcome.best)
-        heuristic = None if outcome.heuristic is None else outcome.seconds(outcome.heuristic)
+    heuristic, tuned = entry.heuristic_seconds, entry.seconds
     ratio = f"{tuned / heuristic:.2f}" if tuned and heuristic else "-"
     return (
         entry.op_id,
@@ -49,8 +46,22 @@ def _row(entry: Entry) -> tuple[str, ...]:
         milliseconds(heuristic),
         milliseconds(tuned),
         ratio,
-        str(entry.cfg),
+        brief(entry.cfg),
     )
+
+
+def brief(cfg: Any) -> str:
+    """A config without the fields that are None and without class names: `block=64`."""
+    if not dataclasses.is_dataclass(cfg) or isinstance(cfg, type):
+        return str(cfg)
+    shown = []
+    for field in dataclasses.fields(cfg):
+        value = getattr(cfg, field.name)
+        if dataclasses.is_dataclass(value):
+            shown.append(f"{field.name}({brief(value)})")
+        elif value is not None:
+            shown.append(f"{field.name}={value}")
+    return " ".join(shown)
 
 
 def milliseconds(seconds: float | None) -> str:

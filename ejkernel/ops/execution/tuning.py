@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ..config.selection import ConfigSelectorChain
 from ..config.tiers import Found
 from ..core.invocation import Invocation
 from ..core.kernel import Kernel
 from ..registry import get_invocations
+from ..tuner.outcome import Outcome
 from ..utils.fingerprint import device_fingerprint
 from ..utils.meta import label
 from .results import AutotuningResult, Entry, Skipped
-
-if TYPE_CHECKING:
-    from ..tuner.outcome import Outcome
 
 C = TypeVar("C")
 
@@ -125,11 +123,23 @@ def tune_invocations(
         if isinstance(answer, str):
             skipped.append(Skipped(label(key.op_id, key.call_key), answer))
             continue
-        outcome: Outcome[Any] | None = answer.about if hasattr(answer.about, "trials") else None
-        entries[key.op_id, key.call_key] = Entry(
-            key.op_id, key.call_key, answer.cfg, inv.signature, outcome
-        )
+        entries[key.op_id, key.call_key] = _entry(inv, answer)
     return AutotuningResult(device, entries.values(), skipped)
+
+
+def _entry(inv: Invocation[Any, Any], found: Found) -> Entry:
+    outcome = found.about if isinstance(found.about, Outcome) else None
+    about = outcome.about() if outcome is not None else dict(found.about or {})
+    return Entry(
+        inv.key.op_id,
+        inv.key.call_key,
+        found.cfg,
+        inv.signature,
+        about.get("seconds"),
+        about.get("heuristic_seconds"),
+        found.reason,
+        outcome,
+    )
 
 
 def _tuned(selector: ConfigSelectorChain, inv: Invocation[Any, Any]) -> Found | str:

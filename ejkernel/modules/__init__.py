@@ -1,0 +1,12 @@
+"""Ready-made operations.
+
+>>> import jax
+>>> from ejkernel.modules import flash_attention
+>>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 128, 4, 32))
+>>> flash_attention(q, k, v, causal=True).shape
+(1, 128, 4, 32)
+"""
+
+from .flash_attention import FlashAttentionConfig, flash_attention
+
+__all__ = ["FlashAttentionConfig", "flash_attention"]

@@ -1,0 +1,63 @@
+"""Every code block of the README and the docs runs, and what the docs list is what there is."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pathlib
+import pkgutil
+import re
+
+import pytest
+
+import ejkernel
+from ejkernel.ops.utils import environment
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_blocks_run(page):
+    text = page.read_text(encoding="utf-8")
+    namespace: dict = {"__name__": "__main__"}
+    for match in BLOCK.finditer(text):
+        line = text[: match.start()].count("\n") + 1
+        code = compile("\n" * line + match[1], str(page), "exec")
+        exec(code, namespace)
+
+
+def test_pages_with_code_were_found():
+    assert sum(len(BLOCK.findall(page.read_text(encoding="utf-8"))) for page in PAGES) >= 15
+
+
+def _modules():
+    for info in pkgutil.walk_packages(ejkernel.__path__, "ejkernel."):
+        yield info.name
+
+
+@pytest.mark.parametrize("name", list(_modules()))
+def test_docstring_examples_run(name):
+    results = doctest.testmod(importlib.import_module(name))
+    assert results.failed == 0
+
+
+def test_every_environment_variable_is_documented():
+    page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    for variable in environment.VARIABLES:
+        row = f"| `{variable.name}` | `{variable.default}` | {variable.meaning} |"
+        assert row in page
+    assert set(re.findall(r"EJKERNEL_\w+", page)) == {v.name for v in environment.VARIABLES}
+
+
+def test_no_other_module_reads_the_environment():
+    for path in (ROOT / "ejkernel").rglob("*.py"):
+        if path.name != "environment.py":
+            assert not re.search(r"os\.(environ|getenv)", path.read_text(encoding="utf-8")), path
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+            assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
