@@ -23,7 +23,7 @@ def candidates() -> set[str]:
 
 def version(path: str) -> tuple[int, ...] | None:
     """The version of an interpreter that starts and can make environments, else None."""
-    code = "import sys, venv, ensurepip; print(*sys.version_info[:3], sys.version_info.releaselevel)"
+    code = "import sys, venv, ensurepip as _; v = sys.version_info; print(*v[:3], v.releaselevel)"
     try:
         out = subprocess.run([path, "-c", code], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,9 +1,9 @@
-"""Tune a small transformer offline: lower it, find its operations, tune them, run it with the result.
+"""Tune a small transformer offline: lower it, find its operations, tune them, run it tuned.
 
     make tune          (or: python examples/tune_transformer.py)
 
 The model is a real one: embedding, two layers of attention and MLP, a loss that never holds all
-logits at once, and its gradient. What is learned goes to the store, so a second run measures nothing.
+logits at once, and its gradient. What is learned goes to the store: a second run measures nothing.
 """
 
 from __future__ import annotations

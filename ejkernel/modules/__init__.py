@@ -7,6 +7,8 @@
 (1, 128, 4, 32)
 """
 
-from .flash_attention import FlashAttentionConfig, flash_attention
+from ejkernel.kernels.flash_attention import FlashAttentionConfig
+
+from .flash_attention import flash_attention
 
 __all__ = ["FlashAttentionConfig", "flash_attention"]

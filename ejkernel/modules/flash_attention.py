@@ -70,8 +70,8 @@ def _check(q: Any, k: Any, v: Any, causal: Any, softmax_scale: Any) -> None:
     _same("head_dim", 3, q=q, k=k)
     if q.shape[2] % k.shape[2]:
         raise ValueError(
-            f"flash_attention: q has {q.shape[2]} heads and k has {k.shape[2]}; the query heads must "
-            "be a multiple of the key heads"
+            f"flash_attention: q has {q.shape[2]} heads and k has {k.shape[2]}; the query heads "
+            "must be a multiple of the key heads"
         )
     if isinstance(causal, jax.core.Tracer) or causal not in (True, False):
         raise TypeError(f"flash_attention: causal must be True or False, got {causal!r}")

@@ -16,8 +16,8 @@ from . import xla
 class FlashAttentionConfig:
     """Block sizes of the forward and of the backward pass; None leaves one to the heuristic."""
 
-    fwd: FwdParams = FwdParams()
-    bwd: BwdParams = BwdParams()
+    fwd: FwdParams = dataclasses.field(default_factory=FwdParams)
+    bwd: BwdParams = dataclasses.field(default_factory=BwdParams)
 
 
 class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):

@@ -217,6 +217,7 @@ def _named(function: Any, kernel: Kernel[Any, Any]) -> Any:
 
 
 def holds_arrays(value: Any) -> bool:
+    """True for an array, and for a pytree with an array in it."""
     return is_array(value) or any(is_array(leaf) for leaf in jax.tree.leaves(value))
 
 

@@ -1,0 +1,251 @@
+"""The tiled attention against the naive one: values, every gradient, memory."""
+
+from __future__ import annotations
+
+import doctest
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.kernels.flash_attention import reference, xla
+from ejkernel.kernels.flash_attention.reference import attention_reference
+
+Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def flash(causal: bool, scale: float, block_q: int, block_k: int) -> Attention:
+    """`forward` and `backward` joined, with different blocks in the two directions."""
+    ahead: dict[str, Any] = dict(
+        causal=causal, softmax_scale=scale, block_q=block_q, block_k=block_k
+    )
+    back = {**ahead, "block_q": block_k, "block_k": block_q}
+
+    @jax.custom_vjp
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return xla.forward(q, k, v, **ahead)[0]
+
+    def save(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+        out, lse = xla.forward(q, k, v, **ahead)
+        return out, (q, k, v, out, lse)
+
+    def pull_back(saved: Any, dout: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return xla.backward(*saved, dout, **back)
+
+    attention.defvjp(save, pull_back)
+    return attention
+
+
+def naive(causal: bool, scale: float) -> Attention:
+    return lambda q, k, v: attention_reference(q, k, v, causal=causal, softmax_scale=scale)
+
+
+def inputs(
+    q_len: int,
+    k_len: int,
+    *,
+    q_heads: int = 2,
+    kv_heads: int = 2,
+    head_dim: int = 8,
+    value_dim: int = 8,
+    dtype: Any = jnp.float32,
+) -> list[jax.Array]:
+    """q, k, v and a gradient of the output."""
+    shapes = (
+        (2, q_len, q_heads, head_dim),
+        (2, k_len, kv_heads, head_dim),
+        (2, k_len, kv_heads, value_dim),
+        (2, q_len, q_heads, value_dim),
+    )
+    keys = jax.random.split(jax.random.key(q_len * 1000 + k_len), 4)
+    return [
+        jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True)
+    ]
+
+
+def value_and_gradients(attention: Attention, arrays: list[jax.Array]) -> list[jax.Array]:
+    @jax.jit
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> list[jax.Array]:
+        out, pull_back = jax.vjp(attention, q, k, v)
+        return [out, *pull_back(dout)]
+
+    return list(run(*arrays))
+
+
+def assert_same(got: list[jax.Array], expected: list[jax.Array], tolerance: float = 2e-5) -> None:
+    for name, x, y in zip(("out", "dq", "dk", "dv"), got, expected, strict=True):
+        assert x.shape == y.shape and x.dtype == y.dtype, name
+        np.testing.assert_allclose(
+            np.asarray(x, np.float32),
+            np.asarray(y, np.float32),
+            rtol=tolerance,
+            atol=tolerance,
+            err_msg=name,
+        )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("q_len", "k_len", "block_q", "block_k"),
+    [
+        (1, 1, 512, 512),
+        (1, 37, 8, 8),
+        (37, 1, 8, 8),
+        (2, 3, 1, 1),
+        (64, 64, 16, 32),  # blocks divide
+        (64, 64, 32, 16),
+        (61, 61, 16, 32),  # tails in both directions
+        (61, 61, 24, 7),
+        (61, 61, 7, 61),
+        (61, 61, 1000, 16),  # blocks larger than the sequence
+        (61, 61, 16, 1000),
+        (20, 75, 16, 16),  # causal: many keys that nobody sees
+        (75, 20, 16, 16),
+    ],
+)
+def test_lengths_and_blocks(
+    q_len: int, k_len: int, block_q: int, block_k: int, causal: bool
+) -> None:
+    arrays = inputs(q_len, k_len)
+    got = value_and_gradients(flash(causal, 0.3, block_q, block_k), arrays)
+    assert_same(got, value_and_gradients(naive(causal, 0.3), arrays))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "value_dim"), [(4, 2, 8), (6, 1, 8), (2, 2, 5), (6, 2, 16)]
+)
+def test_heads(q_heads: int, kv_heads: int, value_dim: int, causal: bool) -> None:
+    arrays = inputs(45, 51, q_heads=q_heads, kv_heads=kv_heads, value_dim=value_dim)
+    got = value_and_gradients(flash(causal, 0.3, 16, 24), arrays)
+    assert_same(got, value_and_gradients(naive(causal, 0.3), arrays))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_is_computed_in_float32(dtype: Any) -> None:
+    arrays = inputs(45, 45, q_heads=4, dtype=dtype)
+    got = value_and_gradients(flash(True, 0.3, 16, 16), arrays)
+    expected = value_and_gradients(naive(True, 0.3), arrays)
+    # Not closer than this: the flash gradients see `out` already rounded to half precision.
+    assert_same(got, expected, tolerance=5 * float(jnp.finfo(dtype).eps))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_default_blocks_agree_with_jax(causal: bool) -> None:
+    arrays = inputs(300, 300, head_dim=32, value_dim=32)
+    block_q, block_k = xla.default_blocks(300, 300, 32, causal=causal, backward=False)
+    got = value_and_gradients(flash(causal, 32**-0.5, block_q, block_k), arrays)
+    theirs = value_and_gradients(
+        lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=causal), arrays
+    )
+    assert_same(got, theirs)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("q_len", [1, 7, 64, 257, 777, 4096])
+@pytest.mark.parametrize("k_len", [1, 300, 2048])
+def test_default_blocks_fit(q_len: int, k_len: int, backward: bool, causal: bool) -> None:
+    block_q, block_k = xla.default_blocks(q_len, k_len, 64, causal=causal, backward=backward)
+    assert 1 <= block_q <= q_len and 1 <= block_k <= k_len
+
+
+def test_log_sum_exp() -> None:
+    q, k, v, _ = inputs(19, 23)
+    _, lse = xla.forward(q, k, v, causal=False, softmax_scale=0.3, block_q=8, block_k=8)
+    scores = 0.3 * jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    assert lse.dtype == jnp.float32
+    np.testing.assert_allclose(lse, jax.nn.logsumexp(scores, axis=-1), rtol=1e-5, atol=1e-5)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    """Scores near -10000 in every row: padded keys, whose score is 0, must not take over."""
+    q, k, v, dout = inputs(13, 13)
+    q, k = jnp.abs(q) * 40, -jnp.abs(k) * 40
+    got = value_and_gradients(flash(False, 1.0, 5, 4), [q, k, v, dout])
+    assert all(bool(jnp.isfinite(x).all()) for x in got)
+    expected = value_and_gradients(naive(False, 1.0), [q, k, v, dout])
+    assert_same(got, expected, tolerance=5e-3)
+
+
+def test_no_keys_gives_zeros() -> None:
+    q, k, v, dout = inputs(5, 0)
+    for attention in (flash(False, 0.3, 4, 4), naive(False, 0.3)):
+        out, dq, dk, dv = value_and_gradients(attention, [q, k, v, dout])
+        assert not out.any() and not dq.any() and dk.size == dv.size == 0
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    q, k, v, _ = inputs(4, 4, q_heads=3, kv_heads=2)
+    with pytest.raises(ValueError, match="3 query heads"):
+        xla.forward(q, k, v, causal=False, softmax_scale=1.0, block_q=4, block_k=4)
+
+
+def test_vmap() -> None:
+    arrays = [jnp.stack([x, 2 * x, -x]) for x in inputs(21, 21, q_heads=4)]
+    attention, expected = flash(True, 0.3, 8, 16), naive(True, 0.3)
+    assert_same(
+        value_and_gradients(jax.vmap(attention), arrays),
+        value_and_gradients(jax.vmap(expected), arrays),
+    )
+    # Only the queries batched: the loops then carry a mixture.
+    only_q = (0, None, None)
+    np.testing.assert_allclose(
+        jax.vmap(attention, only_q)(arrays[0], arrays[1][0], arrays[2][0]),
+        jax.vmap(expected, only_q)(arrays[0], arrays[1][0], arrays[2][0]),
+        rtol=2e-5,
+        atol=2e-5,
+    )
+
+
+def test_remat_inside_scan() -> None:
+    def stack(attention: Attention) -> Attention:
+        layer = jax.checkpoint(lambda x, k, v: x + attention(x, k, v))
+
+        def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return jax.lax.scan(lambda x, _: (layer(x, k, v), None), q, length=3)[0]
+
+        return run
+
+    arrays = inputs(21, 21)
+    got = value_and_gradients(stack(flash(True, 0.3, 8, 16)), arrays)
+    assert_same(got, value_and_gradients(stack(naive(True, 0.3)), arrays), tolerance=1e-4)
+
+
+def test_shard_map_over_the_batch() -> None:
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    attention = flash(True, 0.3, 8, 16)
+    mapped = jax.shard_map(attention, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    arrays = inputs(21, 21)
+    assert_same(value_and_gradients(mapped, arrays), value_and_gradients(attention, arrays))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_memory_is_linear_in_the_sequence(causal: bool) -> None:
+    """At S = 4096 the whole score matrix of one head would alone be 64 MiB."""
+
+    def temporary_bytes(length: int) -> int:
+        shape = jax.ShapeDtypeStruct((1, length, 1, 64), jnp.float32)
+        attention = flash(causal, 0.125, 256, 256)
+
+        def run(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> Any:
+            out, pull_back = jax.vjp(attention, q, k, v)
+            return out, pull_back(dout)
+
+        memory = jax.jit(run).lower(*[shape] * 4).compile().memory_analysis()
+        assert memory is not None
+        return int(memory.temp_size_in_bytes)
+
+    at_2048, at_4096 = temporary_bytes(2048), temporary_bytes(4096)
+    assert at_4096 < 4096 * 4096
+    assert at_4096 < 2.2 * at_2048
+
+
+@pytest.mark.parametrize("module", [reference, xla])
+def test_examples(module: Any) -> None:
+    results = doctest.testmod(module)
+    assert results.attempted > 0 and results.failed == 0
