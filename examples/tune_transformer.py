@@ -76,7 +76,7 @@ class Shape:
     batch: int = 1
     length: int = 1024
     layers: int = 2
-    heads: int = 8
+    heads: int = 4
     head_dim: int = 64
     vocabulary: int = 4096
 
@@ -164,7 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Tune a small transformer on this machine.")
     parser.add_argument("--length", type=int, default=Shape.length, help="sequence length")
     parser.add_argument(
-        "--rounds", type=int, default=10, help="runs of the model, before and after"
+        "--rounds", type=int, default=5, help="runs of the model, before and after"
     )
     parser.add_argument("--store", help="folder of the store (default: the usual one)")
     options = parser.parse_args()

@@ -24,7 +24,7 @@ def test_code_blocks_run(page):
     namespace: dict = {"__name__": "__main__"}
     for match in BLOCK.finditer(text):
         line = text[: match.start()].count("\n") + 1
-        code = compile("\n" * line + match[1], str(page), "exec")
+        code = compile("\n" * line + match[1], str(page), "exec", dont_inherit=True)
         exec(code, namespace)
 
 

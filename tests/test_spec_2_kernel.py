@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+import types
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -23,6 +25,10 @@ class OtherConfig:
     size: int = 1
 
 
+class Mode(enum.Enum):
+    FAST = 1
+
+
 class Double(Kernel[Block, jax.Array]):
     def run(self, x, *, cfg):
         return x * 2
@@ -39,13 +45,13 @@ def pretend(monkeypatch):
     return set_kind
 
 
-def assert_trees_close(got, want, rtol=1e-5):
+def assert_trees_close(got, want, rtol=1e-5, atol=1e-6):
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert mine.dtype == theirs.dtype
         assert mine.shape == theirs.shape
         np.testing.assert_allclose(
-            np.asarray(mine, np.float32), np.asarray(theirs, np.float32), rtol=rtol, atol=1e-6
+            np.asarray(mine, np.float32), np.asarray(theirs, np.float32), rtol=rtol, atol=atol
         )
 
 
@@ -175,28 +181,18 @@ FOREIGN = {
 }
 
 
-def kernel_with(methods, name="tagged"):
-    """A kernel that answers with the name of the method that ran."""
-
-    def method(tag):
-        return lambda self, x, *, cfg: {tag: x}
-
-    namespace = {tag: method(tag) for tag in methods}
-    return type("Tagged", (Kernel[Block, Any],), namespace, **{})(name)
-
-
 def which_ran(kernel):
     (tag,) = kernel(jnp.ones(1))
     return tag
 
 
-def kernel_class(namespace, base=None):
-    import types
-
-    return types.new_class("Tagged", (base or Kernel[Block, Any],), {}, lambda ns: ns.update(namespace))
+def kernel_class(namespace, base=Kernel[Block, Any]):
+    return types.new_class("Tagged", (base,), {}, lambda body: body.update(namespace))
 
 
 def tagged(methods):
+    """A kernel that answers with the name of the method that ran."""
+
     def method(tag):
         return lambda self, x, *, cfg: {tag: x}
 
@@ -440,11 +436,6 @@ def test_without_a_heuristic_the_config_class_with_its_defaults_is_used():
 
 
 def test_a_config_may_hold_nested_dataclasses_tuples_enums_dtypes_and_none():
-    import enum
-
-    class Mode(enum.Enum):
-        FAST = 1
-
     @dataclasses.dataclass(frozen=True)
     class Rich:
         inner: Block = Block(4)
@@ -463,7 +454,7 @@ def test_a_config_may_hold_nested_dataclasses_tuples_enums_dtypes_and_none():
     kernel, inv = configs_of(Casts())
     assert kernel(jnp.ones(1)).dtype == jnp.bfloat16
     assert kernel(jnp.ones(1), cfg=Rich(dtype=np.dtype("float16"))).dtype == jnp.float16
-    assert kernel.candidates(inv) == [Rich(), Rich(dtype=jnp.float16), Rich(nothing=3)]
+    assert set(kernel.candidates(inv)) == {Rich(), Rich(dtype=jnp.float16), Rich(nothing=3)}
 
 
 # --- prepare -------------------------------------------------------------------------------------
@@ -490,7 +481,10 @@ def test_prepare_normalises_before_run_and_before_the_heuristic():
 
 def test_prepare_normalises_before_the_key_is_made():
     kernel = Prepared()
-    short, long = kernel.bind(jnp.float32(3)), kernel.bind(jnp.ones(1), jnp.float32(1), mode="Plain")
+    short, long = (
+        kernel.bind(jnp.float32(3)),
+        kernel.bind(jnp.ones(1), jnp.float32(1), mode="Plain"),
+    )
     assert short.args[0].shape == (1,)
     assert short.kwargs == {"mode": "plain"}
     assert short.call_key == long.call_key
@@ -588,11 +582,21 @@ def loss(call, **kwargs):
     return scalar
 
 
-def assert_same_gradients(kernel, *args, argnums=None, rtol=1e-5, **kwargs):
+def loss_of(kernel):
+    return lambda x: jnp.sum(kernel(x))
+
+
+def trace_gradient(function, *args, argnums=0):
+    """Everything that differentiation does before compiling: where wrong rules must be refused."""
+    return jax.eval_shape(jax.grad(function, argnums=argnums), *args)
+
+
+def assert_same_gradients(kernel, *args, argnums=None, atol=1e-6, **kwargs):
     argnums = tuple(range(len(args))) if argnums is None else argnums
-    got = jax.grad(loss(kernel, **kwargs), argnums)(*args)
-    want = jax.grad(loss(kernel.function, **kwargs), argnums)(*args)
-    assert_trees_close(got, want, rtol)
+    calls = (kernel, kernel.function)
+    # One program for both: compiling is what takes the time here.
+    got, want = jax.jit(lambda: [jax.grad(loss(f, **kwargs), argnums)(*args) for f in calls])()
+    assert_trees_close(got, want, atol=atol)
     assert kernel.used > 0, "the kernel's own rule did not run"
 
 
@@ -636,34 +640,36 @@ def looped(call):
     return lambda xs, w: jax.lax.fori_loop(0, 3, lambda i, x: call(x, w), xs)
 
 
+# What the reference and the kernel go through alike; those without "jit" run eagerly outside.
 TRANSFORMS = {
     "grad": gradient,
     "jit of grad": lambda call: jax.jit(gradient(call)),
     "grad of jit": lambda call: gradient(jax.jit(call)),
     "value_and_grad": lambda call: jax.value_and_grad(loss(call), argnums=(0, 1)),
-    "remat": lambda call: gradient(jax.checkpoint(call)),
     "jit of remat": lambda call: jax.jit(gradient(jax.checkpoint(call))),
-    "scan": lambda call: gradient(scanned(call)),
     "jit of scan": lambda call: jax.jit(gradient(scanned(call))),
-    "scan of remat": lambda call: gradient(scanned(jax.checkpoint(call))),
+    "scan of remat": lambda call: jax.jit(gradient(scanned(jax.checkpoint(call)))),
     "remat of scan": lambda call: jax.jit(gradient(jax.checkpoint(scanned(call)))),
-    "static fori_loop": lambda call: gradient(looped(call)),
+    "static fori_loop": lambda call: jax.jit(gradient(looped(call))),
     "cond": lambda call: gradient(branched(call)),
     "grad of vmap": lambda call: gradient(jax.vmap(call, in_axes=(0, None))),
     "vmap of grad": lambda call: jax.vmap(gradient(call), in_axes=(0, None)),
     "jit of vmap of grad": lambda call: jax.jit(jax.vmap(gradient(call), in_axes=(0, None))),
     "grad of jit of vmap": lambda call: gradient(jax.jit(jax.vmap(call, in_axes=(0, None)))),
-    "vmap of remat": lambda call: gradient(jax.vmap(jax.checkpoint(call), in_axes=(0, None))),
-    "vmap over the other axis": lambda call: gradient(
-        jax.vmap(call, in_axes=(2, None), out_axes=1)
+    "vmap of remat": lambda call: jax.jit(
+        gradient(jax.vmap(jax.checkpoint(call), in_axes=(0, None)))
+    ),
+    "vmap over another axis": lambda call: jax.jit(
+        gradient(jax.vmap(call, in_axes=(2, None), out_axes=1))
     ),
     "nested vmap": lambda call: jax.jit(
         gradient(jax.vmap(jax.vmap(lambda x, w: call(x[None], w), (0, None)), (0, None)))
     ),
-    "second derivative": lambda call: jax.grad(
-        lambda xs, w: sum(jnp.sum(g**2) for g in gradient(call)(xs, w)), argnums=(0, 1)
+    "second derivative in jit": lambda call: jax.jit(
+        jax.grad(lambda xs, w: sum(jnp.sum(g**2) for g in gradient(call)(xs, w)), argnums=(0, 1))
     ),
 }
+A_FEW = ("grad", "jit of remat", "jit of scan", "jit of vmap of grad", "cond")
 
 
 @both_forms
@@ -735,8 +741,7 @@ def test_inside_a_pytree_a_none_gradient_is_zero(form):
         return x * params["a"] + params["b"]
 
     def gradients(args, kwargs, cotangents):
-        params, x = args
-        return {"a": None, "b": cotangents[0].sum()}, cotangents[0] * params["a"]
+        return {"a": None, "b": cotangents[0].sum()}, cotangents[0] * args[0]["a"]
 
     kernel, params = form(function, gradients), {"a": jnp.float32(2), "b": jnp.float32(3)}
     got, _ = jax.grad(loss(kernel), argnums=(0, 1))(params, XS)
@@ -815,7 +820,7 @@ def test_an_integer_output_beside_a_float_one_does_not_disturb_the_rule(form):
 def test_bfloat16_gradients_come_back_as_bfloat16(form):
     x, w = XS.astype(jnp.bfloat16), W.astype(jnp.bfloat16)
     kernel = form(tanh_layer, tanh_gradients)
-    assert_same_gradients(kernel, x, w, rtol=0.05)
+    assert_same_gradients(kernel, x, w, atol=0.02)
 
 
 @both_forms
@@ -825,7 +830,7 @@ def test_a_rule_may_accumulate_in_float32_for_bfloat16_arguments(form):
         return tanh_gradients(wide[0], kwargs, wide[1])
 
     kernel = form(tanh_layer, gradients)
-    assert_same_gradients(kernel, XS.astype(jnp.bfloat16), W.astype(jnp.bfloat16), rtol=0.05)
+    assert_same_gradients(kernel, XS.astype(jnp.bfloat16), W.astype(jnp.bfloat16), atol=0.02)
 
 
 def biased(x, *, bias, scale=1.0):
@@ -834,7 +839,8 @@ def biased(x, *, bias, scale=1.0):
 
 def biased_gradients(args, kwargs, cotangents):
     (dout,), bias = cotangents, kwargs["bias"]
-    keywords = {"bias": {"b": (dout * bias["c"]).sum((0, 1)), "c": jnp.sum(dout * bias["b"])}}
+    b = (dout * bias["c"]).reshape(-1, 2).sum(0)
+    keywords = {"bias": {"b": b, "c": jnp.sum(dout * bias["b"])}}
     return dout * kwargs["scale"], keywords
 
 
@@ -849,9 +855,8 @@ def test_keyword_arrays_get_their_gradients_from_a_dict_after_the_others(form):
         return lambda x, bias: jnp.sum(jnp.sin(call(x, bias=bias, scale=2.5)))
 
     for wrap in (lambda f: f, jax.jit, lambda f: jax.jit(jax.vmap(f, in_axes=(0, None)))):
-        xs = XS[:, None] if wrap not in (jax.jit,) else XS
-        got = wrap(jax.grad(total(kernel), argnums=(0, 1)))(xs, BIAS)
-        want = wrap(jax.grad(total(biased), argnums=(0, 1)))(xs, BIAS)
+        got = wrap(jax.grad(total(kernel), argnums=(0, 1)))(XS, BIAS)
+        want = wrap(jax.grad(total(biased), argnums=(0, 1)))(XS, BIAS)
         assert_trees_close(got, want)
     assert kernel.used > 0
 
@@ -864,7 +869,7 @@ def test_a_keyword_array_that_is_not_differentiated_needs_no_gradient(form):
     kernel = form(biased, only_positional)
     for bias in (BIAS, jax.lax.stop_gradient(BIAS)):
         got = jax.grad(lambda x, bias=bias: jnp.sum(kernel(x, bias=bias, scale=2.0) ** 2))(XS)
-        assert_trees_close(got, jax.grad(lambda x: jnp.sum(biased(x, bias=BIAS, scale=2.0) ** 2))(XS))
+        assert_trees_close(got, 4 * biased(XS, bias=BIAS, scale=2.0))
 
 
 @both_forms
@@ -918,10 +923,10 @@ def test_a_random_key_argument_takes_none(form):
         return cotangents[0] * jax.random.uniform(key, x.shape), None
 
     kernel = form(function, gradients)
-    assert_same_gradients(kernel, XS, jax.random.key(3), argnums=(0,))
     keys = jax.random.split(jax.random.key(4), 3)
     got = jax.jit(jax.vmap(jax.grad(loss(kernel))))(XS, keys)
-    assert_trees_close(got, jax.vmap(jax.grad(loss(function)))(XS, keys))
+    assert_trees_close(got, jax.jit(jax.vmap(jax.grad(loss(function))))(XS, keys))
+    assert kernel.used > 0
 
 
 @both_forms
@@ -947,7 +952,13 @@ class StaticResiduals(Kernel[Block, jax.Array]):
 
     def vjp(self, residuals, out, dout, x, w, *, cfg):
         slope, static, half = residuals
-        assert static == {"cfg": cfg, "rank": x.ndim, "mode": "tanh", "dtype": x.dtype, "none": None}
+        assert static == {
+            "cfg": cfg,
+            "rank": x.ndim,
+            "mode": "tanh",
+            "dtype": x.dtype,
+            "none": None,
+        }
         assert type(static["rank"]) is int
         assert half == 0.5
         # `out` and the residual agree: half of the slope from each.
@@ -955,7 +966,7 @@ class StaticResiduals(Kernel[Block, jax.Array]):
         return inner @ w.T, x.reshape(-1, 2).T @ inner.reshape(-1, 2)
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("transform", A_FEW)
 def test_residuals_may_hold_configs_sizes_and_strings_under(transform):
     make = TRANSFORMS[transform]
     assert_trees_close(make(StaticResiduals())(XS, W), make(tanh_layer)(XS, W))
@@ -977,20 +988,22 @@ def test_residuals_may_be_none_or_numpy_arrays():
             return (dout * 3 if residuals is None else dout * residuals,)
 
     for saved in (None, np.float32(3), np.full((2, 2), 3.0, np.float32), 3, 3.0):
-        got = jax.grad(lambda x, k=Saves(saved): jnp.sum(k(x)))(XS)
+        got = jax.grad(loss_of(Saves(saved)))(XS)
         assert_trees_close(got, jnp.full_like(XS, 3))
 
 
-def test_residuals_that_can_neither_be_traced_nor_hashed_are_refused_by_name():
+def test_residuals_may_hold_what_cannot_be_hashed():
     class Saves(Double):
         def fwd_with_residuals(self, x, *, cfg):
             return x * 2, {"names": {"a", "set"}}
 
         def vjp(self, residuals, out, dout, x, *, cfg):
+            assert residuals == {"names": {"a", "set"}}
             return (2 * dout,)
 
-    with pytest.raises(TypeError, match=r"kernel saves@v1.*residuals"):
-        jax.jit(jax.grad(lambda x: jnp.sum(Saves()(x))))(XS)
+    for wrap in (lambda f: f, jax.jit, jax.checkpoint):
+        got = jax.grad(wrap(loss_of(Saves())))(XS)
+        assert_trees_close(got, jnp.full_like(XS, 2))
 
 
 def test_a_kernel_without_a_rule_is_differentiated_through_run():
@@ -999,7 +1012,7 @@ def test_a_kernel_without_a_rule_is_differentiated_through_run():
             return tanh_layer(x, w)
 
     kernel = Plain()
-    for make in TRANSFORMS.values():
+    for make in (TRANSFORMS[name] for name in A_FEW):
         assert_trees_close(make(kernel)(XS, W), make(tanh_layer)(XS, W))
     got = jax.jvp(kernel, (XS, W), (XS, W))
     assert_trees_close(got, jax.jvp(tanh_layer, (XS, W), (XS, W)))
@@ -1082,7 +1095,7 @@ def gradient_error(form, gradients, kind=TypeError, argnums=(0, 1)):
     kernel = form(tanh_layer, gradients)
     rule = "custom_vjp" if form is SimpleForm else "vjp"
     with pytest.raises(kind) as error:
-        jax.grad(loss(kernel), argnums=argnums)(XS, W)
+        trace_gradient(loss(kernel), XS, W, argnums=argnums)
     message = str(error.value)
     assert "ruled@v1" in message
     assert rule in message
@@ -1105,7 +1118,9 @@ def test_gradients_that_are_no_tuple_are_refused(form, result):
 
 @both_forms
 def test_a_bare_array_instead_of_a_tuple_is_refused(form):
-    gradient_error(form, lambda args, kwargs, cotangents: tanh_gradients(args, kwargs, cotangents)[0])
+    gradient_error(
+        form, lambda args, kwargs, cotangents: tanh_gradients(args, kwargs, cotangents)[0]
+    )
 
 
 @both_forms
@@ -1139,21 +1154,21 @@ def test_a_gradient_of_the_wrong_structure_is_refused_with_its_argument(form, wr
     )
     params = {"a": jnp.float32(1), "b": jnp.float32(2)}
     with pytest.raises(TypeError, match=r"ruled@v1.*argument 1.*structure"):
-        jax.grad(loss(kernel), argnums=(0, 1))(XS, params)
+        trace_gradient(loss(kernel), XS, params, argnums=(0, 1))
 
 
 @both_forms
 def test_a_wrong_keyword_gradient_is_refused_with_its_keyword(form):
     kernel = form(biased, lambda args, kwargs, cotangents: (cotangents[0], {"bias": {"b": 1.0}}))
     with pytest.raises(TypeError, match=r"ruled@v1.*'bias'"):
-        jax.grad(lambda bias: jnp.sum(kernel(XS, bias=bias)))(BIAS)
+        trace_gradient(lambda bias: jnp.sum(kernel(XS, bias=bias)), BIAS)
 
 
 @both_forms
 def test_a_gradient_for_a_keyword_that_the_call_lacks_is_refused(form):
     kernel = form(biased, lambda args, kwargs, cotangents: (cotangents[0], {"bais": None}))
     with pytest.raises(TypeError, match=r"ruled@v1.*bais"):
-        jax.grad(lambda x: jnp.sum(kernel(x, bias=BIAS)))(XS)
+        trace_gradient(lambda x: jnp.sum(kernel(x, bias=BIAS)), XS)
 
 
 @both_forms
@@ -1161,7 +1176,7 @@ def test_a_gradient_for_a_keyword_that_the_call_lacks_is_refused(form):
 def test_a_differentiated_keyword_array_without_a_gradient_is_refused(form, wrap):
     kernel = form(biased, lambda args, kwargs, cotangents: (cotangents[0],))
     with pytest.raises(TypeError, match=r"ruled@v1.*keyword 'bias'.*differentiated"):
-        jax.grad(wrap(lambda bias: jnp.sum(kernel(XS, bias=bias))))(BIAS)
+        trace_gradient(wrap(lambda bias: jnp.sum(kernel(XS, bias=bias))), BIAS)
 
 
 @both_forms
@@ -1169,9 +1184,7 @@ def test_the_keyword_without_a_gradient_is_the_one_that_is_named(form):
     def function(x, *, alpha, omega):
         return x * alpha + omega
 
-    kernel = form(
-        function, lambda args, kwargs, cotangents: (None, {"alpha": jnp.float32(0)})
-    )
+    kernel = form(function, lambda args, kwargs, cotangents: (None, {"alpha": jnp.float32(0)}))
     with pytest.raises(TypeError, match=r"keyword 'omega'"):
         jax.grad(lambda o: jnp.sum(kernel(XS, omega=o, alpha=jnp.float32(1))))(jnp.float32(2))
 
@@ -1186,7 +1199,7 @@ def test_a_forward_that_does_not_return_a_pair_is_refused(result):
             return (dout,)
 
     with pytest.raises(TypeError, match=r"forward@v1.*fwd_with_residuals.*\(out, residuals\)"):
-        jax.grad(lambda x: jnp.sum(Forward()(x)))(XS)
+        trace_gradient(loss_of(Forward()), XS)
 
 
 def test_an_error_inside_run_reaches_the_caller_unchanged():

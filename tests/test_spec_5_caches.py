@@ -964,7 +964,7 @@ def test_an_overlay_reaches_transformed_functions_that_ran_before(kernel, x, tra
 
 def test_overlays_that_were_collected_are_never_mistaken_for_new_ones(kernel, x):
     outer = jax.jit(kernel)
-    for number in range(2, 14):
+    for number in range(2, 8):
         with overlay_cache({"scale": Factor(float(number))}):
             assert kernel(x)[0] == number
             assert outer(x)[0] == number
@@ -1101,6 +1101,7 @@ def test_eight_threads_each_see_their_own_block(kind, read, kernel, x):
         assert inside == [wanted, wanted]
 
 
+@pytest.mark.parametrize("read", ["outer jit"], indirect=True)
 def test_a_block_is_not_in_force_in_another_thread(kind, read, kernel, x):
     block, wanted = scope(kind, 0, kernel, x)
     with block, concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -1192,6 +1193,7 @@ def test_a_block_around_asyncio_run_holds_in_all_its_tasks(kind, read, kernel, x
     assert read() == 1
 
 
+@pytest.mark.parametrize("read", ["outer jit"], indirect=True)
 def test_a_task_started_inside_a_block_keeps_it_after_the_block_is_left(kind, read, kernel, x):
     block, wanted = scope(kind, 0, kernel, x)
 
@@ -1207,6 +1209,7 @@ def test_a_task_started_inside_a_block_keeps_it_after_the_block_is_left(kind, re
     assert asyncio.run(main()) == (1, wanted, 1)
 
 
+@pytest.mark.parametrize("read", ["outer jit"], indirect=True)
 def test_an_exception_in_a_task_undoes_its_block(kind, read, kernel, x):
     block, wanted = scope(kind, 0, kernel, x)
 
@@ -1226,6 +1229,7 @@ def test_an_exception_in_a_task_undoes_its_block(kind, read, kernel, x):
     assert read() == 1
 
 
+@pytest.mark.parametrize("read", ["outer jit"], indirect=True)
 def test_a_cancelled_task_leaves_no_block_behind(kind, read, kernel, x):
     block, _ = scope(kind, 0, kernel, x)
 
@@ -1246,6 +1250,7 @@ def test_a_cancelled_task_leaves_no_block_behind(kind, read, kernel, x):
     assert read() == 1
 
 
+@pytest.mark.parametrize("read", ["outer jit"], indirect=True)
 @pytest.mark.parametrize("how", ["call_soon", "call_later", "call_at", "call_soon_threadsafe"])
 def test_a_plain_callback_does_not_see_a_tasks_block(read, kernel, x, how):
     block, wanted = scope("overlay", 0, kernel, x)
@@ -1277,6 +1282,7 @@ def test_a_plain_callback_does_not_see_a_tasks_block(read, kernel, x, how):
     assert asyncio.run(main()) == 1
 
 
+@pytest.mark.parametrize("read", ["outer jit"], indirect=True)
 def test_a_loop_that_stops_while_a_task_is_in_a_block_leaves_it_to_that_task(kind, read, kernel, x):
     block, wanted = scope(kind, 0, kernel, x)
     seen = []
@@ -1307,6 +1313,7 @@ def test_a_loop_that_stops_while_a_task_is_in_a_block_leaves_it_to_that_task(kin
     assert read() == 1
 
 
+@pytest.mark.parametrize("read", ["outer jit"], indirect=True)
 def test_a_worker_thread_of_asyncio_keeps_no_block_for_later_work(kind, read, kernel, x):
     outer, _ = scope(kind, 0, kernel, x)
     inner, inner_wanted = scope(kind, 2, kernel, x)
@@ -1327,6 +1334,7 @@ def test_a_worker_thread_of_asyncio_keeps_no_block_for_later_work(kind, read, ke
         pool.shutdown = pool.shutdown_of_the_loop
 
 
+@pytest.mark.parametrize("read", ["outer jit"], indirect=True)
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="eager tasks came with Python 3.12")
 def test_an_eager_task_does_not_leave_its_block_to_its_parent(kind, read, kernel, x):
     block, wanted = scope(kind, 0, kernel, x)
@@ -1346,6 +1354,7 @@ def test_an_eager_task_does_not_leave_its_block_to_its_parent(kind, read, kernel
     assert read() == 1
 
 
+@pytest.mark.parametrize("read", ["outer jit"], indirect=True)
 def test_async_code_in_two_loops_of_two_threads_stays_apart(read, kernel, x):
     barrier = threading.Barrier(2)
 
@@ -1362,6 +1371,7 @@ def test_async_code_in_two_loops_of_two_threads_stays_apart(read, kernel, x):
         assert list(pool.map(thread, range(2))) == [2, 3]
 
 
+@pytest.mark.parametrize("read", ["outer jit"], indirect=True)
 def test_the_same_result_entered_twice_is_left_once_at_a_time(kernel, x, read):
     result, wanted = scope("result", 0, kernel, x)
     with result:

@@ -19,10 +19,9 @@ Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 def flash(causal: bool, scale: float, block_q: int, block_k: int) -> Attention:
     """`forward` and `backward` joined, with different blocks in the two directions."""
-    ahead: dict[str, Any] = dict(
-        causal=causal, softmax_scale=scale, block_q=block_q, block_k=block_k
-    )
-    back = {**ahead, "block_q": block_k, "block_k": block_q}
+    mask_and_scale: dict[str, Any] = {"causal": causal, "softmax_scale": scale}
+    ahead = {**mask_and_scale, "block_q": block_q, "block_k": block_k}
+    back = {**mask_and_scale, "block_q": block_k, "block_k": block_q}
 
     @jax.custom_vjp
     def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -66,13 +65,17 @@ def inputs(
     ]
 
 
-def value_and_gradients(attention: Attention, arrays: list[jax.Array]) -> list[jax.Array]:
-    @jax.jit
+def value_and_gradients(
+    attention: Attention, arrays: list[jax.Array], *, optimised: bool = False
+) -> list[jax.Array]:
+    """The output and dq, dk, dv. Most of a test is compiling, so that is kept short by default."""
+
     def run(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> list[jax.Array]:
         out, pull_back = jax.vjp(attention, q, k, v)
         return [out, *pull_back(dout)]
 
-    return list(run(*arrays))
+    options: Any = None if optimised else {"xla_backend_optimization_level": 0}
+    return list(jax.jit(run, compiler_options=options)(*arrays))
 
 
 def assert_same(got: list[jax.Array], expected: list[jax.Array], tolerance: float = 2e-5) -> None:
@@ -93,15 +96,10 @@ def assert_same(got: list[jax.Array], expected: list[jax.Array], tolerance: floa
     [
         (1, 1, 512, 512),
         (1, 37, 8, 8),
-        (37, 1, 8, 8),
         (2, 3, 1, 1),
         (64, 64, 16, 32),  # blocks divide
-        (64, 64, 32, 16),
-        (61, 61, 16, 32),  # tails in both directions
-        (61, 61, 24, 7),
-        (61, 61, 7, 61),
-        (61, 61, 1000, 16),  # blocks larger than the sequence
-        (61, 61, 16, 1000),
+        (61, 61, 24, 7),  # tails in both directions
+        (61, 61, 1000, 16),  # a block larger than the sequence
         (20, 75, 16, 16),  # causal: many keys that nobody sees
         (75, 20, 16, 16),
     ],
@@ -114,9 +112,9 @@ def test_lengths_and_blocks(
     assert_same(got, value_and_gradients(naive(causal, 0.3), arrays))
 
 
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    ("q_heads", "kv_heads", "value_dim"), [(4, 2, 8), (6, 1, 8), (2, 2, 5), (6, 2, 16)]
+    ("q_heads", "kv_heads", "value_dim", "causal"),
+    [(4, 2, 8, True), (6, 1, 8, False), (2, 2, 5, True), (6, 2, 16, True)],
 )
 def test_heads(q_heads: int, kv_heads: int, value_dim: int, causal: bool) -> None:
     arrays = inputs(45, 51, q_heads=q_heads, kv_heads=kv_heads, value_dim=value_dim)
@@ -137,11 +135,11 @@ def test_half_precision_is_computed_in_float32(dtype: Any) -> None:
 def test_default_blocks_agree_with_jax(causal: bool) -> None:
     arrays = inputs(300, 300, head_dim=32, value_dim=32)
     block_q, block_k = xla.default_blocks(300, 300, 32, causal=causal, backward=False)
-    got = value_and_gradients(flash(causal, 32**-0.5, block_q, block_k), arrays)
+    ours = value_and_gradients(flash(causal, 32**-0.5, block_q, block_k), arrays, optimised=True)
     theirs = value_and_gradients(
         lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=causal), arrays
     )
-    assert_same(got, theirs)
+    assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -226,23 +224,17 @@ def test_shard_map_over_the_batch() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_memory_is_linear_in_the_sequence(causal: bool) -> None:
-    """At S = 4096 the whole score matrix of one head would alone be 64 MiB."""
+    """At S = 4096 the scores of one head would take 64 MiB; all temporaries together take less."""
+    attention = flash(causal, 0.125, 256, 256)
 
-    def temporary_bytes(length: int) -> int:
-        shape = jax.ShapeDtypeStruct((1, length, 1, 64), jnp.float32)
-        attention = flash(causal, 0.125, 256, 256)
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> Any:
+        out, pull_back = jax.vjp(attention, q, k, v)
+        return out, pull_back(dout)
 
-        def run(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> Any:
-            out, pull_back = jax.vjp(attention, q, k, v)
-            return out, pull_back(dout)
-
-        memory = jax.jit(run).lower(*[shape] * 4).compile().memory_analysis()
-        assert memory is not None
-        return int(memory.temp_size_in_bytes)
-
-    at_2048, at_4096 = temporary_bytes(2048), temporary_bytes(4096)
-    assert at_4096 < 4096 * 4096
-    assert at_4096 < 2.2 * at_2048
+    shape = jax.ShapeDtypeStruct((1, 4096, 1, 64), jnp.float32)
+    memory = jax.jit(run).lower(*[shape] * 4).compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 10 * 2**20
 
 
 @pytest.mark.parametrize("module", [reference, xla])

@@ -51,7 +51,6 @@ import jax.numpy as jnp
 from jax import lax
 
 Index: TypeAlias = int | jax.Array
-Number = TypeVar("Number", int, jax.Array)
 State = TypeVar("State")
 
 # Finite, because -inf - -inf is NaN; its exponential is exactly zero all the same.
@@ -130,6 +129,8 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of the inputs of :func:`forward`, from its results and the gradient of ``out``.
 
+    ``causal`` and ``softmax_scale`` must be those of the forward pass, the blocks need not be.
+
     Args:
         q: Queries, as in :func:`forward`.
         k: Keys.
@@ -137,10 +138,10 @@ def backward(
         out: First result of :func:`forward`.
         lse: Second result of :func:`forward`.
         dout: Gradient of the loss with respect to ``out``.
-        causal: As in the forward pass.
-        softmax_scale: As in the forward pass.
-        block_q: Most queries in a tile; free to differ from the forward pass.
-        block_k: Most keys in a tile; free to differ from the forward pass.
+        causal: If true, query ``i`` sees the keys ``j <= i``.
+        softmax_scale: Factor on the scores.
+        block_q: Most queries in a tile.
+        block_k: Most keys in a tile.
 
     Returns:
         ``dq``, ``dk`` and ``dv``, each with the shape and dtype of its input.
@@ -221,8 +222,8 @@ def default_blocks(
     """
     del head_dim
     if q_len * k_len < _THREADED_TILE:
-        small = causal and not backward
-        return (min(q_len, 64), min(k_len, 64)) if small else (q_len, k_len)
+        largest = 64 if causal and not backward else _THREADED_TILE
+        return max(1, min(q_len, largest)), max(1, min(k_len, largest))
     if backward:
         block_k, block_q = _long_and_short_block(k_len, q_len)
     else:
@@ -334,7 +335,7 @@ class _Tiling:
         all_visible: Index = 0
         if self.causal:
             first = jnp.minimum(first_key // self.block_q, self.q_blocks)
-            all_visible = jnp.minimum(_ceil_div(last_key, self.block_q), self.q_blocks)
+            all_visible = jnp.minimum((last_key - 1) // self.block_q + 1, self.q_blocks)
         if self.k_len < self.padded_k_len:
             all_visible = jnp.where(last_key < self.k_len, all_visible, self.q_blocks)
         if self.q_blocks == 1 and not isinstance(all_visible, int):
@@ -391,5 +392,5 @@ def _float32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
 
 
-def _ceil_div(a: Number, b: int) -> Number:
+def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)

@@ -14,16 +14,20 @@ import os
 import pathlib
 import re
 import socket
-import sys
 import tempfile
 import threading
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, overload
 
 from ..core.types import ConfigKey
 from ..utils import environment
-from ..utils.serialize import from_plain, qualified_name, to_plain
+from ..utils.serialize import (
+    from_plain,
+    loaded_type,
+    qualified_name,
+    remember_type,
+    to_plain,
+)
 from ..utils.stable import short_hash
 from .cache import as_key
 
@@ -31,11 +35,6 @@ logger = logging.getLogger(__name__)
 
 SCHEMA = 1
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.@-]+")
-
-# Config classes that were written in this process, by name: a class defined inside a function
-# cannot be found in its module when its entry is read back.
-_seen_types: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
-
 
 def default_path() -> pathlib.Path:
     """Where configs are kept unless a path is given."""
@@ -99,8 +98,7 @@ class PersistentCache:
             },
         }
         text = json.dumps(entry, indent=1, sort_keys=True)
-        if isinstance(type(cfg), type):
-            _seen_types[qualified_name(type(cfg))] = type(cfg)
+        remember_type(type(cfg))
         self._write(self._file(key), text)
 
     def _write(self, file: pathlib.Path, text: str) -> None:
@@ -231,14 +229,3 @@ def _plain_key(key: Any) -> Any:
 
 def _key_from_plain(plain: Any) -> Any:
     return ConfigKey(*plain) if isinstance(plain, list) else plain
-
-
-def loaded_type(name: str) -> Any:
-    """A class by `module:Qual.Name`, only if its module is loaded already."""
-    if name in _seen_types:
-        return _seen_types[name]
-    module_name, _, path = name.partition(":")
-    found: Any = sys.modules.get(module_name)
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    return found if isinstance(found, type) else Any

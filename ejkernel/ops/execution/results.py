@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import ambient
 from ..config.cache import OverlayLayer
-from ..config.persistent import loaded_type
 from ..core import catalog
 from ..core.types import ConfigKey
 from ..utils.fingerprint import device_fingerprint
-from ..utils.serialize import from_plain, qualified_name, to_plain
+from ..utils.serialize import from_plain, loaded_type, qualified_name, to_plain
 
 if TYPE_CHECKING:
     from ..config.selection import ConfigSelectorChain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -42,12 +43,18 @@ def _row(entry: Entry) -> tuple[str, ...]:
     ratio = f"{tuned / heuristic:.2f}" if tuned and heuristic else "-"
     return (
         entry.op_id,
-        entry.signature or entry.call_key,
+        _short(entry.signature) or entry.call_key,
         milliseconds(heuristic),
         milliseconds(tuned),
         ratio,
         brief(entry.cfg),
     )
+
+
+def _short(signature: str) -> str:
+    """A signature with repeated arguments counted: `3 × float32[1,1024,8,64], causal=True`."""
+    parts = [(part, len(list(run))) for part, run in itertools.groupby(signature.split(", "))]
+    return ", ".join(part if count == 1 else f"{count} × {part}" for part, count in parts)
 
 
 def brief(cfg: Any) -> str:

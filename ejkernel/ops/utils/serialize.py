@@ -12,8 +12,10 @@ import enum
 import functools
 import json
 import math
+import sys
 import types
 import typing
+import weakref
 from collections.abc import Mapping
 from typing import Any, TypeVar, overload
 
@@ -112,6 +114,7 @@ def _dataclass_to_plain(value: Any, declared: Any, path: str) -> dict[str, Any]:
     # its field says exactly this class.
     if path != "value" and declared is not type(value) and not _only_dataclass(declared, value):
         plain["$type"] = qualified_name(type(value))
+    remember_type(type(value))
     return plain
 
 
@@ -181,6 +184,9 @@ def _untyped(plain: Any) -> Any:
         return frozenset(_untyped(item) for item in plain["$set"])
     if "$dtype" in plain:
         return _dtype_from_plain(plain)
+    known = loaded_type(plain["$type"]) if "$type" in plain else Any
+    if known is not Any:
+        return from_plain(plain, known)
     return {key: _untyped(item) for key, item in plain.items()}
 
 
@@ -302,17 +308,43 @@ def qualified_name(cls: Any) -> str:
     return f"{getattr(cls, '__module__', '?')}:{getattr(cls, '__qualname__', cls)}"
 
 
+# Classes that were written in this process, by name: one defined inside a function cannot be found
+# in its module when it is read back.
+_written_types: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
+
+
+def remember_type(cls: type) -> None:
+    """Let `loaded_type` find a class that was written in this process."""
+    _written_types[qualified_name(cls)] = cls
+
+
+def loaded_type(name: str) -> Any:
+    """A class by `module:Qual.Name` if it is loaded already, else `Any`. Nothing is imported."""
+    if name in _written_types:
+        return _written_types[name]
+    module_name, _, path = name.partition(":")
+    found: Any = sys.modules.get(module_name)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) else Any
+
+
 @functools.cache
 def _field_types(cls: Any) -> dict[str, Any]:
     """Resolved annotations; one that cannot be resolved (a local name) counts as `Any`."""
     try:
         return typing.get_type_hints(cls)
     except NameError:
-        known = {"int": int, "float": float, "str": str, "bool": bool, "None": type(None)}
-        return {
-            field.name: known.get(field.type, Any) if isinstance(field.type, str) else field.type
-            for field in dataclasses.fields(cls)
-        }
+        scope = vars(sys.modules.get(cls.__module__, typing))
+        return {field.name: _resolved(field.type, scope) for field in dataclasses.fields(cls)}
+
+
+def _resolved(annotation: Any, scope: dict[str, Any]) -> Any:
+    holder = type("holder", (), {"__annotations__": {"field": annotation}})
+    try:
+        return typing.get_type_hints(holder, globalns=scope)["field"]
+    except NameError:
+        return Any
 
 
 def _union_options(cls: Any) -> tuple[Any, ...]:
