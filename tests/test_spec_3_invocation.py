@@ -148,7 +148,7 @@ DIFFERENT = {
     "dictionary keys": ({"a": X, "b": X}, {"a": X, "c": X}),
     "nesting": (((X,), X), (X, (X,))),
     "None and missing": ((X, None), (X,)),
-    "tuple and named tuple": ((X,), namedtuple("Pair", "a")(X)),  # noqa: PYI024
+    "tuple and named tuple": ((X,), namedtuple("Pair", "a")(X)),
     "random key and its bits": (jax.random.key(0), jax.random.key_data(jax.random.key(0))),
     "string": (("a", X), ("b", X)),
 }

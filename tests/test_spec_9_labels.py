@@ -812,7 +812,7 @@ def test_the_specification_stands_on_few_operations(transform):
     function = TRANSFORMS[transform](lambda x: kernel(x, w, causal=True))
     text = jax.jit(function).lower(X).as_text()
     # Once per piece (forward, backward, recomputation); it is ten times longer than a label.
-    assert 1 <= text.count("ejkernel_spec") <= 4
+    assert 1 <= text.count("'op':'layer@v1'") <= 4
 
 
 def test_the_label_is_one_word_in_the_program():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -59,10 +60,8 @@ def inputs(
         (2, k_len, kv_heads, value_dim),
         (2, q_len, q_heads, value_dim),
     )
-    keys = jax.random.split(jax.random.key(q_len * 1000 + k_len), 4)
-    return [
-        jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True)
-    ]
+    numbers = np.random.default_rng(q_len * 1000 + k_len)
+    return [jnp.asarray(numbers.standard_normal(shape), dtype) for shape in shapes]
 
 
 def value_and_gradients(
@@ -80,7 +79,7 @@ def value_and_gradients(
 
 def assert_same(got: list[jax.Array], expected: list[jax.Array], tolerance: float = 2e-5) -> None:
     for name, x, y in zip(("out", "dq", "dk", "dv"), got, expected, strict=True):
-        assert x.shape == y.shape and x.dtype == y.dtype, name
+        assert (x.shape, x.dtype) == (y.shape, y.dtype), name
         np.testing.assert_allclose(
             np.asarray(x, np.float32),
             np.asarray(y, np.float32),
@@ -144,27 +143,29 @@ def test_default_blocks_agree_with_jax(causal: bool) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("q_len", [1, 7, 64, 257, 777, 4096])
+@pytest.mark.parametrize("q_len", [1, 257, 777, 4096])
 @pytest.mark.parametrize("k_len", [1, 300, 2048])
 def test_default_blocks_fit(q_len: int, k_len: int, backward: bool, causal: bool) -> None:
     block_q, block_k = xla.default_blocks(q_len, k_len, 64, causal=causal, backward=backward)
-    assert 1 <= block_q <= q_len and 1 <= block_k <= k_len
+    assert 1 <= block_q <= q_len
+    assert 1 <= block_k <= k_len
 
 
 def test_log_sum_exp() -> None:
     q, k, v, _ = inputs(19, 23)
-    _, lse = xla.forward(q, k, v, causal=False, softmax_scale=0.3, block_q=8, block_k=8)
-    scores = 0.3 * jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    options = {"causal": False, "softmax_scale": 0.3, "block_q": 8, "block_k": 8}
+    _, lse = jax.jit(partial(xla.forward, **options))(q, k, v)
+    scores = 0.3 * np.einsum("bqhd,bkhd->bhqk", q, k)
     assert lse.dtype == jnp.float32
-    np.testing.assert_allclose(lse, jax.nn.logsumexp(scores, axis=-1), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(lse, np.log(np.exp(scores).sum(-1)), rtol=1e-5, atol=1e-5)
 
 
 def test_large_scores_do_not_overflow() -> None:
     """Scores near -10000 in every row: padded keys, whose score is 0, must not take over."""
     q, k, v, dout = inputs(13, 13)
-    q, k = jnp.abs(q) * 40, -jnp.abs(k) * 40
+    q, k = jnp.asarray(np.abs(q) * 40), jnp.asarray(-np.abs(k) * 40)
     got = value_and_gradients(flash(False, 1.0, 5, 4), [q, k, v, dout])
-    assert all(bool(jnp.isfinite(x).all()) for x in got)
+    assert all(np.isfinite(x).all() for x in got)
     expected = value_and_gradients(naive(False, 1.0), [q, k, v, dout])
     assert_same(got, expected, tolerance=5e-3)
 
@@ -173,7 +174,9 @@ def test_no_keys_gives_zeros() -> None:
     q, k, v, dout = inputs(5, 0)
     for attention in (flash(False, 0.3, 4, 4), naive(False, 0.3)):
         out, dq, dk, dv = value_and_gradients(attention, [q, k, v, dout])
-        assert not out.any() and not dq.any() and dk.size == dv.size == 0
+        assert not np.any(out)
+        assert not np.any(dq)
+        assert dk.size == dv.size == 0
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
@@ -183,19 +186,18 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 
 
 def test_vmap() -> None:
-    arrays = [jnp.stack([x, 2 * x, -x]) for x in inputs(21, 21, q_heads=4)]
+    arrays = [jnp.asarray(np.stack([x, 2 * x, -x])) for x in map(np.asarray, inputs(21, 21))]
     attention, expected = flash(True, 0.3, 8, 16), naive(True, 0.3)
     assert_same(
         value_and_gradients(jax.vmap(attention), arrays),
         value_and_gradients(jax.vmap(expected), arrays),
     )
-    # Only the queries batched: the loops then carry a mixture.
-    only_q = (0, None, None)
-    np.testing.assert_allclose(
-        jax.vmap(attention, only_q)(arrays[0], arrays[1][0], arrays[2][0]),
-        jax.vmap(expected, only_q)(arrays[0], arrays[1][0], arrays[2][0]),
-        rtol=2e-5,
-        atol=2e-5,
+    # With only the queries batched, the loops carry a mixture.
+    shared = [arrays[0], arrays[1][0], arrays[2][0], arrays[3]]
+    assert_same(
+        value_and_gradients(jax.vmap(attention, (0, None, None)), shared),
+        value_and_gradients(jax.vmap(expected, (0, None, None)), shared),
+        tolerance=1e-4,
     )
 
 
@@ -240,4 +242,5 @@ def test_memory_is_linear_in_the_sequence(causal: bool) -> None:
 @pytest.mark.parametrize("module", [reference, xla])
 def test_examples(module: Any) -> None:
     results = doctest.testmod(module)
-    assert results.attempted > 0 and results.failed == 0
+    assert results.attempted > 0
+    assert results.failed == 0

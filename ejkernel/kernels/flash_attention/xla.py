@@ -28,8 +28,8 @@ Arrays are ``(batch, sequence, heads, head_dim)``. The query heads that share a 
 out as extra rows of the tile, so keys and values are never repeated. Arithmetic is in float32.
 
 Example:
-    >>> import jax, jax.numpy as jnp
-    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 100, 4, 16))
+    >>> import jax.numpy as jnp
+    >>> q = k = v = jnp.ones((1, 100, 4, 16))
     >>> options = dict(causal=True, softmax_scale=0.25, block_q=32, block_k=64)
     >>> out, lse = forward(q, k, v, **options)
     >>> out.shape, lse.shape
@@ -129,19 +129,12 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of the inputs of :func:`forward`, from its results and the gradient of ``out``.
 
-    ``causal`` and ``softmax_scale`` must be those of the forward pass, the blocks need not be.
+    The other arguments are as in :func:`forward`; only the blocks may differ from those used there.
 
     Args:
-        q: Queries, as in :func:`forward`.
-        k: Keys.
-        v: Values.
         out: First result of :func:`forward`.
         lse: Second result of :func:`forward`.
         dout: Gradient of the loss with respect to ``out``.
-        causal: If true, query ``i`` sees the keys ``j <= i``.
-        softmax_scale: Factor on the scores.
-        block_q: Most queries in a tile.
-        block_k: Most keys in a tile.
 
     Returns:
         ``dq``, ``dk`` and ``dv``, each with the shape and dtype of its input.

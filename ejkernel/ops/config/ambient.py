@@ -11,11 +11,11 @@ collected one can never be mistaken for a new one at the same address.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dataclasses
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TypeVar
 
 import jax
@@ -45,9 +45,13 @@ class Ambient(str):
         return self
 
 
-_layers: contextvars.ContextVar[tuple[Layer, ...]] = contextvars.ContextVar(
-    "ejkernel_layers", default=()
+# Whose layers are in force, in the order of entering; with the thread that entered them, because a
+# worker thread may be started with a copy of our context but has none of JAX's.
+_Entered = tuple[tuple[object, Layer], ...]
+_state: contextvars.ContextVar[tuple[object, _Entered]] = contextvars.ContextVar(
+    "ejkernel_layers", default=(None, ())
 )
+_thread = threading.local()
 
 # Created once, at import: JAX does not allow it beside other JAX calls.
 _mirror = jax.make_user_context(None)
@@ -69,37 +73,71 @@ def layers_in_force(kind: type[LayerT]) -> Iterator[LayerT]:
             yield layer
 
 
-def push(layer: LayerT) -> LayerT:
-    """Put a layer in force in this thread or asyncio task; returns what `remove` takes away."""
-    # A copy, because the same layer may be entered twice and each exit must take away its own.
-    entered = dataclasses.replace(layer)
-    tasks.follow_switches(synchronise)
-    _layers.set((*_layers.get(), entered))
+def enter(owner: object, layer: Layer) -> None:
+    """Put a layer in force in this thread or asyncio task, until `leave(owner)`.
+
+    An owner may enter several times; each `leave` takes away the latest.
+    """
+    tasks.follow_switches(synchronise, keeping)
+    _set_entered((*_entered(), (owner, layer)))
+
+
+def leave(owner: object) -> None:
+    """Take away what the owner entered last. Blocks may be left in any order, as tasks do."""
+    entered = _entered()
+    for position in reversed(range(len(entered))):
+        if entered[position][0] is owner:
+            _set_entered(entered[:position] + entered[position + 1 :])
+            return
+    raise RuntimeError("a block of ejkernel is left in another thread or task than it was entered")
+
+
+class Block(contextlib.AbstractContextManager[None]):
+    """A layer as a context manager, to be used as often as one likes, also inside itself."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer = layer
+
+    def __enter__(self) -> None:
+        enter(self, self.layer)
+
+    def __exit__(self, *_: object) -> None:
+        leave(self)
+
+
+def _entered() -> _Entered:
+    thread, entered = _state.get()
+    return entered if thread is _this_thread() else ()
+
+
+def _set_entered(entered: _Entered) -> None:
+    _state.set((_this_thread(), entered))
     synchronise()
-    return entered
 
 
-def remove(entered: Layer) -> None:
-    """Take away what `push` put in force."""
-    # Not a token reset: tasks and generators may leave their blocks in any order.
-    _layers.set(tuple(layer for layer in _layers.get() if layer is not entered))
-    synchronise()
-
-
-@contextmanager
-def pushed(layer: Layer) -> Iterator[None]:
-    """Put a layer in force for a block."""
-    entered = push(layer)
-    try:
-        yield
-    finally:
-        remove(entered)
+def _this_thread() -> object:
+    if not hasattr(_thread, "token"):
+        _thread.token = object()  # unlike a thread's number, never used again
+    return _thread.token  # type: ignore[no-any-return]
 
 
 def synchronise() -> None:
     """Make JAX's thread-local value what the current thread or task has in force."""
-    layers = _layers.get()
-    wanted = Ambient.of(layers) if layers else None
+    layers = tuple(layer for _, layer in _entered())
+    _mirror_now(Ambient.of(layers) if layers else None)
+
+
+@contextlib.contextmanager
+def keeping() -> Iterator[None]:
+    """Give JAX's thread-local value back as it was, whatever the block does to it."""
+    before = _mirror.value
+    try:
+        yield
+    finally:
+        _mirror_now(before)
+
+
+def _mirror_now(wanted: Ambient | None) -> None:
     if _mirror.value != wanted:
         _mirror(wanted).__enter__()
 

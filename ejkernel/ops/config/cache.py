@@ -76,16 +76,13 @@ class ConfigCache:
         """The config of `(key)` or `(device, op_id, call_key)`, or None."""
         return self._configs.get(as_key(parts, "get"))
 
-    def serve(self, key: Any) -> Any:
-        """Like `get`, for a program that will be compiled with the answer."""
+    def put_quietly(self, key: Any, cfg: Any) -> None:
+        """Like `put`, but programs that were traced before keep the config they have."""
         with self._lock:
-            cfg = self._configs.get(key)
-            if cfg is not None:
-                self._served.add(key)
-            return cfg
+            self._configs[key] = cfg
 
     def mark_served(self, key: Any) -> None:
-        """A program is being compiled with what was just put under this key."""
+        """A program is being compiled for this key, with whatever config it got."""
         with self._lock:
             self._served.add(key)
 
@@ -164,4 +161,4 @@ def overlay_cache(source: Mapping[Any, Any] | ConfigCache) -> AbstractContextMan
     (`"matmul@v1"`) or an operation's name (`"matmul"`) for all its calls. Functions jitted before
     the block select again inside it and return to their earlier config after it.
     """
-    return ambient.pushed(OverlayLayer.of(source))
+    return ambient.Block(OverlayLayer.of(source))

@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 SCHEMA = 1
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.@-]+")
 
+
 def default_path() -> pathlib.Path:
     """Where configs are kept unless a path is given."""
     return pathlib.Path(environment.CACHE_DIR.read()).expanduser() / "configs"
@@ -200,13 +201,13 @@ class PersistentCache:
         return self.entry(as_key((key,), "in")) is not None
 
     def __len__(self) -> int:
-        return sum(1 for _ in self._files())
+        return len(self.keys())
 
     def __repr__(self) -> str:
         return f"PersistentCache({str(self.path)!r})"
 
     def _files(self) -> Iterator[pathlib.Path]:
-        return self.path.glob("*/[!.]*.json")
+        return (file for file in self.path.glob("*/[!.]*.json") if file.is_file())
 
     def _file(self, key: Any) -> pathlib.Path:
         plain = _plain_key(key)
@@ -214,6 +215,16 @@ class PersistentCache:
         return (
             self.path / _UNSAFE.sub("_", folder)[:80] / f"{short_hash(json.dumps(plain), 24)}.json"
         )
+
+
+def _check_entry(entry: dict[str, Any]) -> None:
+    key, config_type = entry["key"], entry["config_type"]
+    parts = [key] if isinstance(key, str) else list(key)
+    if len(parts) not in (1, 3) or not all(isinstance(part, str) for part in parts):
+        raise ValueError(f"the key {key!r} is not one")
+    if not isinstance(config_type, str):
+        raise ValueError(f"the config type {config_type!r} is not a name")
+    entry["config"]  # noqa: B018  it must be there
 
 
 def _plain_key(key: Any) -> Any:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..utils.stable import stable_json
-from .ambient import Layer, layers_in_force, pushed
+from .ambient import Block, Layer, layers_in_force
 
 if TYPE_CHECKING:
     from .selection import ConfigSelectorChain
@@ -77,12 +77,12 @@ def policy_override(
     AutotunePolicy(**fields)  # refuse wrong values here, where the caller sees it
     selector_id = None if selector is None else selector.selector_id
     content = f"policy {selector_id} {stable_json(fields)}"
-    return pushed(_PolicyLayer(content, selector_id, fields))
+    return Block(_PolicyLayer(content, selector_id, fields))
 
 
 def forward_autotune_only() -> AbstractContextManager[None]:
     """While active, tuning measures forward only, even with `validate_backward=True`."""
-    return pushed(_ForwardOnlyLayer("forward only"))
+    return Block(_ForwardOnlyLayer("forward only"))
 
 
 def effective_policy(policy: AutotunePolicy, selector_id: str) -> AutotunePolicy:

@@ -152,6 +152,8 @@ class ConfigSelectorChain:
         for tier in self._tiers(request.policy):
             answer = tier.look(request)
             if isinstance(answer, Found):
+                # Whatever serves: if the cache learns better later, this program selects again.
+                self.cache.mark_served(request.key)
                 return Decision(
                     cfg=answer.cfg,
                     tier=tier.name,
@@ -189,7 +191,7 @@ class ConfigSelectorChain:
         Overlays and the policy have no say: this is an order to tune, not a call. A string says
         why there is nothing.
         """
-        request = self._request(inv, kernel, allow_autotune=True)
+        request = dataclasses.replace(self._request(inv, kernel, allow_autotune=True), offline=True)
         for tier in (*self._stored, self._autotune):
             answer = tier.look(request)
             if isinstance(answer, Found):
@@ -216,8 +218,10 @@ class ConfigSelectorChain:
         return tune_request(self.tuner, request)
 
     def _keep(self, request: Request, outcome: Outcome[Any]) -> None:
-        self.cache.put(request.key, outcome.best)
-        self.cache.mark_served(request.key)
+        if request.offline:
+            self.cache.put_quietly(request.key, outcome.best)
+        else:
+            self.cache.put(request.key, outcome.best)
         if self.persistent is None or not self.persist_autotune:
             return
         try:
@@ -226,7 +230,7 @@ class ConfigSelectorChain:
                 outcome.best,
                 about={"signature": request.inv.signature, **outcome.about()},
             )
-        except OSError as error:
+        except (OSError, TypeError) as error:  # no room, no right, or a config that is no data
             logger.warning(
                 "ejkernel: the tuned config of %s could not be written to %s: %s",
                 request.key,

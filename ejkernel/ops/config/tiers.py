@@ -39,6 +39,7 @@ class Request:
     key: ConfigKey
     policy: AutotunePolicy
     emit: Emit
+    offline: bool = False  # asked by a tuning run, not by a call that runs with the answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +101,7 @@ class MemoryTier:
         self.cache = cache
 
     def look(self, request: Request) -> Found | str:
-        cfg = self.cache.serve(request.key)
+        cfg = self.cache.get(request.key)
         if cfg is None:
             return f"not among its {len(self.cache)} configs"
         request.kernel.check_config(cfg, "the memory cache holds")
@@ -124,8 +125,7 @@ class PersistentTier:
         if cfg is None:
             return f"nothing for this call in {self.store.path}"
         request.kernel.check_config(cfg, "the store holds")
-        self.cache.put(request.key, cfg)
-        self.cache.mark_served(request.key)
+        self.cache.put_quietly(request.key, cfg)
         request.emit("cache_hit", level="persistent", cfg=cfg)
         entry = self.store.entry(request.key) or {}
         about = entry.get("about", {})

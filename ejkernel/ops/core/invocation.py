@@ -128,7 +128,10 @@ class Invocation(Generic[Cfg, Out]):
     def abstract(self) -> Invocation[Cfg, Out]:
         """The same call with shapes instead of arrays: safe to keep, equal in every key."""
         return dataclasses.replace(
-            self, args=self.abstract_args, kwargs=abstractify(dict(self.kwargs))
+            self,
+            args=self.abstract_args,
+            kwargs=abstractify(dict(self.kwargs)),
+            metadata=abstractify(dict(self.metadata)),
         )
 
     @property

@@ -187,16 +187,22 @@ class Kernel(Generic[Cfg, Out]):
 
     def candidates(self, inv: Invocation[Cfg, Out]) -> list[Cfg]:
         """Every distinct config to try on the current device; the heuristic one comes first."""
-        found: list[Cfg] = []
-        with contextlib.suppress(NotImplementedError):  # a space without a favourite is fine
-            found.append(self.heuristic(inv))
         for method in ("candidate_cfgs", "config_space"):
             listed = find_method(self, method, device_kind(), Kernel)
             if listed is not None:
-                found.extend(self.check_config(cfg, f"{method} listed") for cfg in listed(inv))
-                break
-        distinct = {stable_json(cfg): cfg for cfg in reversed(found)}
-        return list(reversed(distinct.values()))
+                configs = [self.check_config(cfg, f"{method} listed") for cfg in listed(inv)]
+                return self.with_heuristic(inv, configs)
+        return self.with_heuristic(inv, [])
+
+    def with_heuristic(self, inv: Invocation[Cfg, Out], configs: Iterable[Cfg]) -> list[Cfg]:
+        """The heuristic config, if there is one, and then the others, each once."""
+        found: list[Cfg] = []
+        with contextlib.suppress(NotImplementedError):  # a space without a favourite is fine
+            found.append(self.heuristic(inv))
+        distinct: dict[str, Cfg] = {}
+        for cfg in (*found, *configs):
+            distinct.setdefault(stable_json(cfg), cfg)
+        return list(distinct.values())
 
     def check_config(self, cfg: Any, origin: str = "cfg is") -> Cfg:
         """Return `cfg` if it is a config of this kernel, else raise a `TypeError` that says why."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator
@@ -20,11 +19,6 @@ if TYPE_CHECKING:
     from ..tuner.outcome import Outcome
 
 SCHEMA = 1
-
-# Which results this thread or task is inside of, with the layer that each put in force.
-_entered: contextvars.ContextVar[tuple[tuple[AutotuningResult, OverlayLayer], ...]] = (
-    contextvars.ContextVar("ejkernel_entered_results", default=())
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,19 +93,11 @@ class AutotuningResult:
         }
 
     def __enter__(self) -> AutotuningResult:
-        layer = ambient.push(OverlayLayer.of(self.as_mapping()))
-        _entered.set((*_entered.get(), (self, layer)))
+        ambient.enter(self, OverlayLayer.of(self.as_mapping()))
         return self
 
     def __exit__(self, *_: object) -> None:
-        entered = _entered.get()
-        for position in reversed(range(len(entered))):
-            result, layer = entered[position]
-            if result is self:
-                _entered.set(entered[:position] + entered[position + 1 :])
-                ambient.remove(layer)
-                return
-        raise RuntimeError("an AutotuningResult is left in another thread or task than entered")
+        ambient.leave(self)
 
     def install(self, selector: ConfigSelectorChain | None = None) -> None:
         """Put the configs in force for good: into a selector's memory (default: the default one).
@@ -181,19 +167,24 @@ class AutotuningResult:
     @classmethod
     def loads(cls, text: str) -> AutotuningResult:
         """Read what `dumps` wrote; the modules that define the config classes must be loaded."""
+        where = "AutotuningResult.loads"
         try:
             plain = json.loads(text)
             schema, device, listed = plain["ejkernel_result"], plain["device"], plain["entries"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"AutotuningResult.loads: the text is not an AutotuningResult: {error!r}"
-            ) from error
+            raise ValueError(f"{where}: the text is not an AutotuningResult: {error!r}") from error
         if not isinstance(schema, int) or schema > SCHEMA:
             raise ValueError(
-                f"AutotuningResult.loads: written by a newer ejkernel (schema {schema!r}, this one "
-                f"knows {SCHEMA})"
+                f"{where}: written by a newer ejkernel (schema {schema!r}, this one knows {SCHEMA})"
             )
-        return cls(device, [_entry_from_plain(item, i) for i, item in enumerate(listed)])
+        if not isinstance(device, str) or not isinstance(listed, list):
+            raise ValueError(
+                f"{where}: device must be a string and entries a list, got {device!r} and {listed!r}"
+            )
+        return cls(
+            device,
+            [_entry_from_plain(item, f"{where}: entries[{i}]") for i, item in enumerate(listed)],
+        )
 
     def __repr__(self) -> str:
         return f"AutotuningResult({self.device!r}, {len(self.entries)} entries)"
@@ -204,24 +195,30 @@ class AutotuningResult:
         return result_table(self)
 
 
-def _entry_from_plain(plain: Any, index: int) -> Entry:
-    where = f"AutotuningResult.loads: entries[{index}]"
-    try:
-        op_id, call_key = plain["op_id"], plain["call_key"]
-        config, type_name = plain["config"], plain["config_type"]
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{where} has the wrong shape: {error!r}") from error
+def _entry_from_plain(plain: Any, where: str) -> Entry:
+    if not isinstance(plain, dict):
+        raise ValueError(f"{where} must be an object, got {plain!r}")
+    for name in ("op_id", "call_key", "config_type"):
+        if not isinstance(plain.get(name), str):
+            raise ValueError(f"{where}: {name} must be a string, got {plain.get(name)!r}")
+    if "config" not in plain:
+        raise ValueError(f"{where}: the config is missing")
+    op_id, type_name = plain["op_id"], plain["config_type"]
     kernel = catalog.find(op_id)
     config_type = (kernel.config_type if kernel is not None else None) or loaded_type(type_name)
-    if config_type is Any and isinstance(config, dict):
+    if config_type is Any and isinstance(plain["config"], dict):
         raise ValueError(
             f"{where}: the config class {type_name} of {op_id} is not loaded; import the module "
             "that defines the kernel first"
         )
+    try:
+        cfg = from_plain(plain["config"], config_type)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from error
     return Entry(
         op_id,
-        call_key,
-        from_plain(config, config_type),
+        plain["call_key"],
+        cfg,
         plain.get("signature", ""),
         plain.get("seconds"),
         plain.get("heuristic_seconds"),

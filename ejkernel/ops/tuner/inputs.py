@@ -105,7 +105,9 @@ def _concrete_sharding(like: Any) -> Any:
         return None
     if isinstance(sharding.mesh, jax.sharding.Mesh):
         return sharding
+    if all(axis is None for axis in sharding.spec):
+        return None
     mesh = jax.sharding.get_mesh()
-    if mesh.empty or all(axis is None for axis in sharding.spec):
+    if mesh.empty:
         return None
     return jax.sharding.NamedSharding(mesh, sharding.spec)

@@ -44,11 +44,11 @@ def race(
             if on_round is not None:
                 on_round(len(running), done + 1)
         running.sort(key=lambda index: (typical(samples[index]), index))
-        if len(running) <= 2:
+        if len(running) <= 2 + (favourite is not None):
             break
         keep = running[: max(2, (len(running) + 1) // 2)]
         if favourite in running and favourite not in keep:
-            keep[-1] = favourite
+            keep.append(favourite)
         running = keep
         rounds *= 2
     winner = running[0]

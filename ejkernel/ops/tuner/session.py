@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,10 +14,10 @@ import numpy as np
 from ..core.implementation import run_unlabelled
 from ..core.invocation import BatchAxes, Invocation
 from ..core.kernel import Kernel
-from ..core.partition import split
+from ..core.partition import Partition, split
 from ..utils.fingerprint import is_array
 from .inputs import outside_trace, random_like, realistic_inputs
-from .outcome import Outcome
+from .outcome import Outcome, TuningFailed
 from .tuner import Tuner
 
 if TYPE_CHECKING:
@@ -42,10 +43,13 @@ def tune_invocation(
 ) -> Outcome[Any]:
     """Measure a kernel's candidates for one invocation."""
     inv = dataclasses.replace(inv.abstract(), kernel=kernel)
-    configs = kernel.candidates(inv) if candidates is None else candidates
-    favourite = _favourite(kernel, inv)
+    name = f"{kernel.full_op_id}({inv.signature})"
     with outside_trace():
-        args, kwargs = realistic_inputs(kernel, inv, getattr(tuner, "seed", 0))
+        with _blaming(name, "candidate_cfgs"):
+            configs = kernel.candidates(inv) if candidates is None else candidates
+        favourite = _favourite(kernel, inv)
+        with _blaming(name, "make_inputs"):
+            args, kwargs = realistic_inputs(kernel, inv, getattr(tuner, "seed", 0))
         make_fn = _function_maker(inv, kernel)
         reference = getattr(kernel, "reference", None)
         if reference is not None:
@@ -53,30 +57,54 @@ def tune_invocation(
         measured = "forward"
         notes: tuple[str, ...] = ()
         if backward:
-            try:
-                cotangents = _random_cotangents(make_fn, configs, args, kwargs)
-            except Exception as error:  # noqa: BLE001  whatever it is, the result says so
-                notes = (f"timed forward only: {type(error).__name__}: {error}",)
+            cotangents = _random_cotangents([reference, *map(make_fn, configs)], args, kwargs)
+            if isinstance(cotangents, str):
+                notes = (f"timed forward only: {cotangents}",)
             else:
                 measured = "forward and backward"
                 args = (cotangents, *args)
                 make_fn, forward = (lambda cfg: with_gradients(forward(cfg))), make_fn
                 reference = reference and with_gradients(reference)
-    if type(tuner).autotune is not Tuner.autotune:
-        # A tuner of the user's own: it decides, and says no more than what it chose.
+        if type(tuner).autotune is not Tuner.autotune:
+            return _users_choice(tuner, kernel, name, favourite, make_fn, args, kwargs, configs)
+        return tuner.tune(
+            make_fn,
+            args,
+            kwargs,
+            configs,
+            name=name,
+            reference=reference,
+            favourite=favourite,
+            measured=measured,
+            notes=notes,
+        )
+
+
+def _users_choice(
+    tuner: Tuner,
+    kernel: Kernel[Any, Any],
+    name: str,
+    favourite: Any,
+    make_fn: Callable[[Any], Function],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    configs: list[Any],
+) -> Outcome[Any]:
+    """A tuner of the user's own decides, and says no more than what it chose."""
+    try:
         best = tuner.autotune(make_fn, args, kwargs, configs)
-        return Outcome(kernel.check_config(best, "the tuner returned"), heuristic=favourite)
-    return tuner.tune(
-        make_fn,
-        args,
-        kwargs,
-        configs,
-        name=f"{kernel.full_op_id}({inv.signature})",
-        reference=reference,
-        favourite=favourite,
-        measured=measured,
-        notes=notes,
-    )
+    except RuntimeError as error:  # how the contract says "none could be used"
+        raise TuningFailed(f"{name}: {error}") from error
+    return Outcome(kernel.check_config(best, "the tuner returned"), heuristic=favourite)
+
+
+@contextlib.contextmanager
+def _blaming(name: str, method: str) -> Iterator[None]:
+    """An error in a kernel's helper for tuning costs the tuning, not the call."""
+    try:
+        yield
+    except Exception as error:
+        raise TuningFailed(f"{name}: {method} raised {type(error).__name__}: {error}") from error
 
 
 def _favourite(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> Any:
@@ -111,26 +139,36 @@ def _mapped(function: Function, inv: Invocation[Any, Any]) -> Function:
 
 
 def _random_cotangents(
-    make_fn: Callable[[Any], Function],
-    configs: list[Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> list[Any]:
-    """What to pull back when measuring the backward pass; raises if there is no backward pass."""
+    functions: list[Function | None], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Any] | str:
+    """What to pull back when measuring the backward pass; or why there is no backward pass.
 
-    def output(*arrays: Any) -> Any:
-        return make_fn(configs[0])(*rest.merge(arrays)[0], **rest.merge(arrays)[1])
-
+    The first function that can be differentiated shows the shapes: a candidate that cannot even
+    run must not decide for the others.
+    """
     arrays, rest = split((args, kwargs))
-    out = jax.eval_shape(output, *arrays)
-    cotangents = random_like([leaf for leaf in jax.tree.leaves(out) if _is_inexact(leaf)], seed=1)
-    jax.eval_shape(
-        lambda *arrays: with_gradients(make_fn(configs[0]))(
-            cotangents, *rest.merge(arrays)[0], **rest.merge(arrays)[1]
-        ),
-        *arrays,
-    )
-    return list(cotangents)
+    reason = "there is nothing to differentiate"
+    for function in functions:
+        if function is None:
+            continue
+        try:
+            out = jax.eval_shape(lambda *a, f=function: _call(f, rest, a), *arrays)
+            cotangents = random_like(
+                [leaf for leaf in jax.tree.leaves(out) if _is_inexact(leaf)], seed=1
+            )
+            jax.eval_shape(
+                lambda *a, f=function, c=cotangents: _call(with_gradients(f), rest, a, c), *arrays
+            )
+        except Exception as error:  # noqa: BLE001  whatever it is, the result says so
+            reason = f"{type(error).__name__}: {error}"
+        else:
+            return list(cotangents)
+    return reason
+
+
+def _call(function: Function, rest: Partition, arrays: tuple[Any, ...], *before: Any) -> Any:
+    args, kwargs = rest.merge(arrays)
+    return function(*before, *args, **kwargs)
 
 
 def with_gradients(function: Function) -> Function:

@@ -102,13 +102,14 @@ class Tuner:
             raise TuningFailed(f"{name}: there are no candidates to tune")
         with outside_trace():
             inputs = random_like_if_abstract((tuple(args), dict(kwargs)), self.seed)
-            trials, ready = self._build(make_fn, inputs, listed, reference, favourite)
+            trials, ready = self._build(name, make_fn, inputs, listed, reference, favourite)
             if not ready:
                 raise TuningFailed(_all_failed(name, trials))
             return self._race(listed, trials, ready, favourite, measured, notes)
 
     def _build(
         self,
+        name: str,
         make_fn: Callable[[Any], Callable[..., Any]],
         inputs: tuple[tuple[Any, ...], dict[str, Any]],
         candidates: list[Any],
@@ -118,7 +119,7 @@ class Tuner:
         """Compile and judge every candidate: those that may race, and a trial for the others."""
         trials: dict[int, Trial[Any]] = {}
         ready: dict[int, Stopwatch] = {}
-        truth = None if reference is None else Candidate(reference, *inputs)()
+        truth = None if reference is None else _truth(name, reference, inputs)
         chosen = None if favourite is None else stable_json(favourite)
         # The favourite first: without a reference its output is what the others must equal.
         for index in sorted(
@@ -207,6 +208,18 @@ def random_like_if_abstract(tree: Any, seed: int) -> Any:
         return random_like(leaf, seed) if abstract else leaf
 
     return jax.tree.map(real, tree)
+
+
+def _truth(
+    name: str, reference: Callable[..., Any], inputs: tuple[tuple[Any, ...], dict[str, Any]]
+) -> Any:
+    try:
+        return Candidate(reference, *inputs)()
+    except Exception as error:
+        raise TuningFailed(
+            f"{name}: the reference itself failed, so nothing can be checked: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _all_failed(name: str, trials: dict[int, Trial[Any]]) -> str:

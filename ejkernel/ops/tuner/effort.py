@@ -1,0 +1,84 @@
+"""How much measuring a tuning run may do: effort levels and budgets, in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Literal
+
+EffortName = Literal["quick", "standard", "full"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """How candidates are measured.
+
+    Attributes:
+      name: what it is called.
+      screening: samples of every candidate before the first ones leave.
+      rounds: most samples of the finalists.
+      margin: a race is over when the leader is surely within this share of the best.
+      finalists: how many of a search's best are raced against each other at its end.
+      share_of_space: how much of a large space is evaluated.
+      most_evaluations: never more than this many candidates.
+    """
+
+    name: str
+    screening: int
+    rounds: int
+    margin: float
+    finalists: int
+    share_of_space: float
+    most_evaluations: int
+
+
+EFFORTS: dict[str, Effort] = {
+    effort.name: effort
+    for effort in (
+        Effort("quick", 2, 12, 0.03, 3, 0.10, 24),
+        Effort("standard", 3, 40, 0.01, 5, 0.20, 64),
+        Effort("full", 5, 100, 0.005, 8, 1.0, 100_000),
+    )
+}
+
+
+def effort_of(name: str | Effort) -> Effort:
+    """An effort by name; an `Effort` of your own is taken as it is."""
+    if isinstance(name, Effort):
+        return name
+    if name not in EFFORTS:
+        raise ValueError(f"effort={name!r} is not known; it is one of {', '.join(EFFORTS)}")
+    return EFFORTS[name]
+
+
+class Budget:
+    """What is left to spend: seconds and evaluations, either of them unlimited by default."""
+
+    def __init__(
+        self,
+        seconds: float | None = None,
+        evaluations: int | None = None,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
+        for name, value in (("seconds", seconds), ("evaluations", evaluations)):
+            if value is not None and not value > 0:
+                raise ValueError(f"budget: {name}={value!r} must be positive (None: no limit)")
+        self.seconds = seconds
+        self.evaluations = evaluations
+        self._timer = timer
+        self._start = timer()
+        self._spent = 0
+
+    def spend(self, evaluations: int = 1) -> None:
+        """Count evaluated candidates."""
+        self._spent += evaluations
+
+    @property
+    def exhausted(self) -> str | None:
+        """What ran out, in words, or None."""
+        if self.evaluations is not None and self._spent >= self.evaluations:
+            return f"the budget of {self.evaluations} evaluations is spent"
+        if self.seconds is not None and self._timer() - self._start >= self.seconds:
+            return f"the budget of {self.seconds:g} seconds is spent"
+        return None
