@@ -1335,26 +1335,6 @@ def test_a_worker_thread_of_asyncio_keeps_no_block_for_later_work(kind, read, ke
 
 
 @pytest.mark.parametrize("read", ["outer jit"], indirect=True)
-@pytest.mark.skipif(sys.version_info < (3, 12), reason="eager tasks came with Python 3.12")
-def test_an_eager_task_does_not_leave_its_block_to_its_parent(kind, read, kernel, x):
-    block, wanted = scope(kind, 0, kernel, x)
-
-    async def child():
-        with block:
-            await asyncio.sleep(0)
-            return read()
-
-    async def main():
-        asyncio.get_running_loop().set_task_factory(asyncio.eager_task_factory)
-        task = asyncio.create_task(child())
-        seen = read()
-        return seen, await task, read()
-
-    assert asyncio.run(main()) == (1, wanted, 1)
-    assert read() == 1
-
-
-@pytest.mark.parametrize("read", ["outer jit"], indirect=True)
 def test_async_code_in_two_loops_of_two_threads_stays_apart(read, kernel, x):
     barrier = threading.Barrier(2)
 

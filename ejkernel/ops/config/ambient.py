@@ -118,7 +118,7 @@ def _set_entered(entered: _Entered) -> None:
 def _this_thread() -> object:
     if not hasattr(_thread, "token"):
         _thread.token = object()  # unlike a thread's number, never used again
-    return _thread.token  # type: ignore[no-any-return]
+    return _thread.token
 
 
 def synchronise() -> None:

@@ -174,7 +174,7 @@ class PersistentCache:
                     f"knows {SCHEMA}) and is not used",
                 )
                 return None
-            entry["key"], entry["config"], entry["config_type"]
+            _check_entry(entry)
         except (ValueError, KeyError, TypeError) as error:
             self._warn(str(file), f"{file} is damaged and is not used: {error!r}")
             return None
@@ -224,7 +224,8 @@ def _check_entry(entry: dict[str, Any]) -> None:
         raise ValueError(f"the key {key!r} is not one")
     if not isinstance(config_type, str):
         raise ValueError(f"the config type {config_type!r} is not a name")
-    entry["config"]  # noqa: B018  it must be there
+    if "config" not in entry:
+        raise KeyError("config")
 
 
 def _plain_key(key: Any) -> Any:

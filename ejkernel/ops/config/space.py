@@ -130,7 +130,7 @@ def _replaced(config: Any, path: list[str], value: Any) -> Any:
 
 def _constraint_names(constraint: Constraint, dimensions: Mapping[str, Any]) -> list[str]:
     """The dimensions a constraint asks for, by the names of its parameters."""
-    names = []
+    names: list[str] = []
     for parameter in inspect.signature(constraint).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             names.extend(dimensions)

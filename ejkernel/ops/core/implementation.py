@@ -9,7 +9,7 @@ import jax
 
 from ..utils import environment
 from ..utils.fingerprint import device_kind
-from ..utils.meta import label, stamped, without_spec
+from ..utils.meta import label, stamped
 from ..utils.specification import write_specification
 from .dispatch import defined_methods, find_method
 from .gradients import call_with_rule, find_rule
@@ -73,7 +73,7 @@ def _labelling_stage(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: A
 
     def stage(function: Callable[..., Any]) -> Callable[..., Any]:
         def piece(*arrays: Any) -> Any:
-            with without_spec():
+            with stamped(text):
                 return function(*arrays)
 
         piece.__name__ = piece.__qualname__ = kernel.op_id.replace("/", "_").replace("-", "_")

@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 
+from ..core.batching import axes_per_argument, batch_size
 from ..core.invocation import BatchAxes
 from ..core.kernel import Kernel
-from .entry import Entry, holds_arrays
+from ..utils.stable import stable_json
+from .entry import Entry, holds_arrays, refuse_unhashable
 from .executor import Executor, default_executor
 
 
@@ -38,10 +40,10 @@ def pmap_with_config(
     mapped: dict[Any, Any] = {}  # by static keywords: pmap caches by the function it is given
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        batch = _batch_axes("pmap", kernel, args, in_axes)
         arrays = {name: value for name, value in kwargs.items() if holds_arrays(value)}
         static = {name: value for name, value in kwargs.items() if name not in arrays}
-        axes = in_axes if isinstance(in_axes, (tuple, list)) else (in_axes,) * len(args)
-        batch = BatchAxes("pmap", in_axes, _batch_size(kernel, args, in_axes))
+        refuse_unhashable(kernel, static)
 
         def one(arrays: dict[str, Any], *args: Any) -> Any:
             keywords = {**static, **arrays}
@@ -49,10 +51,10 @@ def pmap_with_config(
             chosen = executor or default_executor()
             return chosen.run(kernel, args, keywords, cfg=cfg, batch_axes=batch)
 
-        key = (batch.size, tuple(sorted(static.items())))
+        key = (stable_json(batch), tuple(sorted(static.items(), key=lambda item: item[0])))
         if key not in mapped:
             mapped[key] = jax.pmap(
-                one, axis_name=axis_name, in_axes=(None, *axes), out_axes=out_axes
+                one, axis_name=axis_name, in_axes=(None, *batch.in_axes), out_axes=out_axes
             )
         return mapped[key](arrays, *args)
 
@@ -68,19 +70,19 @@ class _VmapEntry(Entry):
         self, kernel: Kernel[Any, Any], executor: Executor | None, in_axes: Any, out_axes: Any
     ) -> None:
         super().__init__(kernel, executor)
-        self._in_axes = tuple(in_axes) if isinstance(in_axes, list) else in_axes
+        self._in_axes = in_axes
         self._out_axes = out_axes
 
     def run(
         self, executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any
     ) -> Any:
-        batch = BatchAxes("vmap", self._in_axes, _batch_size(self.kernel, args, self._in_axes))
+        batch = _batch_axes("vmap", self.kernel, args, self._in_axes)
 
         def one(*args: Any) -> Any:
             # Inside the transform every argument has the shape of one example.
             return executor.run(self.kernel, args, kwargs, cfg=cfg, batch_axes=batch)
 
-        return jax.vmap(one, in_axes=self._in_axes, out_axes=self._out_axes)(*args)
+        return jax.vmap(one, in_axes=batch.in_axes, out_axes=self._out_axes)(*args)
 
 
 def _executor_and_kernel(
@@ -98,24 +100,12 @@ def _executor_and_kernel(
     return executor, kernel
 
 
-def _batch_size(kernel: Kernel[Any, Any], args: tuple[Any, ...], in_axes: Any) -> int:
-    axes = in_axes if isinstance(in_axes, (tuple, list)) else (in_axes,) * len(args)
-    if len(axes) != len(args):
-        raise ValueError(
-            f"kernel {kernel.full_op_id}: in_axes={in_axes!r} has {len(axes)} entries for "
-            f"{len(args)} arguments"
-        )
-    for arg, axis in zip(args, axes, strict=True):
-        leaves = jax.tree.leaves(arg)
-        positions = [axis] * len(leaves) if isinstance(axis, int) else jax.tree.leaves(axis)
-        for leaf, position in zip(leaves, positions, strict=False):
-            if not -leaf.ndim <= position < leaf.ndim:
-                raise ValueError(
-                    f"kernel {kernel.full_op_id}: in_axes={in_axes!r} names axis {position} of an "
-                    f"array of shape {leaf.shape}"
-                )
-            return int(leaf.shape[position])
-    raise ValueError(
-        f"kernel {kernel.full_op_id}: in_axes={in_axes!r} maps no argument; "
-        "at least one axis must be a number"
-    )
+def _batch_axes(
+    transform: str, kernel: Kernel[Any, Any], args: tuple[Any, ...], in_axes: Any
+) -> BatchAxes:
+    """The axes of a call, one per argument, however they were written."""
+    try:
+        size = batch_size(args, in_axes)
+        return BatchAxes(transform, axes_per_argument(args, in_axes), size)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"kernel {kernel.full_op_id}: {error}") from error

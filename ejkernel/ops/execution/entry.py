@@ -111,13 +111,7 @@ class Entry:
         if "cfg" in kwargs and not _is_hashable(kwargs["cfg"]):
             self.kernel.check_config(kwargs["cfg"])
             return self.with_keywords(args, {**kwargs, "cfg": ByContent(kwargs["cfg"])})
-        for name in static:
-            if not _is_hashable(kwargs[name]):
-                raise TypeError(
-                    f"kernel {self.kernel.full_op_id}: the keyword {name!r} is static (it holds "
-                    f"no arrays) and must be hashable, got {kwargs[name]!r} "
-                    f"({type(kwargs[name]).__name__}); use a tuple, a frozen dataclass or a string"
-                ) from error
+        refuse_unhashable(self.kernel, {name: kwargs[name] for name in static})
         self._refuse_mixed_devices(error, args, kwargs)
         if any(not _jax_can_trace(leaf) for leaf in jax.tree.leaves(args)):
             return self._with_static_leaves(args, kwargs, static)
@@ -219,6 +213,17 @@ def _named(function: Any, kernel: Kernel[Any, Any]) -> Any:
 def holds_arrays(value: Any) -> bool:
     """True for an array, and for a pytree with an array in it."""
     return is_array(value) or any(is_array(leaf) for leaf in jax.tree.leaves(value))
+
+
+def refuse_unhashable(kernel: Kernel[Any, Any], static: dict[str, Any]) -> None:
+    """Raise a `TypeError` that names the static keyword which is not hashable, if there is one."""
+    for name, value in static.items():
+        if not _is_hashable(value):
+            raise TypeError(
+                f"kernel {kernel.full_op_id}: the keyword {name!r} is static (it holds no arrays) "
+                f"and must be hashable, got {value!r} ({type(value).__name__}); use a tuple, a "
+                "frozen dataclass or a string"
+            )
 
 
 def _is_hashable(value: Any) -> bool:

@@ -62,8 +62,8 @@ def _invocations(
         except SpecificationError as error:
             yield None, Skipped(text, str(error))
             continue
-        if inv.key.call_key != call_key:
-            reason = f"its specification describes another call ({inv.key.call_key})"
+        if (inv.key.op_id, inv.key.call_key) != (op_id, call_key):
+            reason = f"its specification describes another call ({inv.key})"
             yield None, Skipped(text, reason)
             continue
         yield inv, None

@@ -179,7 +179,8 @@ class AutotuningResult:
             )
         if not isinstance(device, str) or not isinstance(listed, list):
             raise ValueError(
-                f"{where}: device must be a string and entries a list, got {device!r} and {listed!r}"
+                f"{where}: device must be a string and entries a list, "
+                f"got {device!r} and {listed!r}"
             )
         return cls(
             device,

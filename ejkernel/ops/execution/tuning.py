@@ -51,11 +51,12 @@ def autotune(
     inv = kernel.bind(*args, **kwargs)
     candidates = None
     if configs is not None:
-        candidates = [kernel.check_config(cfg, "configs holds") for cfg in configs]
-        if not candidates:
+        given = [kernel.check_config(cfg, "configs holds") for cfg in configs]
+        if not given:
             raise RuntimeError(
                 f"autotune: configs is empty; nothing to try for {kernel.full_op_id}"
             )
+        candidates = kernel.with_heuristic(inv, given)
     tuner = Tuner(warmup=num_warmup, iters=num_iters)
     outcome = tune_invocation(tuner, inv, kernel, candidates=candidates)
     return outcome.best  # type: ignore[no-any-return]
@@ -145,4 +146,7 @@ def _entry(inv: Invocation[Any, Any], found: Found) -> Entry:
 def _tuned(selector: ConfigSelectorChain, inv: Invocation[Any, Any]) -> Found | str:
     if inv.kernel is None:
         return "the invocation has no kernel"
-    return selector.known_or_tuned(inv, inv.kernel)
+    try:
+        return selector.known_or_tuned(inv, inv.kernel)
+    except Exception as error:  # noqa: BLE001  one operation must not end the run of the others
+        return f"{type(error).__name__}: {error}"

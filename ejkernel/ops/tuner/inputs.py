@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..core.batching import axes_per_argument, axes_per_leaf
 from ..core.invocation import BatchAxes
 from ..utils.fingerprint import is_array
 
@@ -57,7 +58,6 @@ def _batched(args: tuple[Any, ...], inv: Invocation[Any, Any], seed: int) -> tup
     batch = inv.batch_axes
     if not isinstance(batch, BatchAxes) or batch.transform != "vmap":
         return args
-    axes = batch.in_axes if isinstance(batch.in_axes, tuple) else (batch.in_axes,) * len(args)
 
     def with_axis(leaf: Any, axis: int | None) -> Any:
         if axis is None or not is_array(leaf):
@@ -66,12 +66,11 @@ def _batched(args: tuple[Any, ...], inv: Invocation[Any, Any], seed: int) -> tup
         shape = (*leaf.shape[:position], batch.size, *leaf.shape[position:])
         return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
-    shapes = tuple(
-        jax.tree.map(lambda leaf, axis=axis: with_axis(leaf, axis), arg)
-        if axis is None or isinstance(axis, int)
-        else jax.tree.map(with_axis, arg, axis)
-        for arg, axis in zip(args, axes, strict=True)
-    )
+    shapes = []
+    for arg, axes in zip(args, axes_per_argument(args, batch.in_axes), strict=True):
+        leaves, structure = jax.tree.flatten(arg)
+        mapped = map(with_axis, leaves, axes_per_leaf(arg, axes))
+        shapes.append(jax.tree.unflatten(structure, mapped))
     return tuple(random_like(shapes, seed))
 
 

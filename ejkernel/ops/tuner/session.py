@@ -93,8 +93,8 @@ def _users_choice(
     """A tuner of the user's own decides, and says no more than what it chose."""
     try:
         best = tuner.autotune(make_fn, args, kwargs, configs)
-    except RuntimeError as error:  # how the contract says "none could be used"
-        raise TuningFailed(f"{name}: {error}") from error
+    except Exception as error:
+        raise TuningFailed(f"{name}: the tuner raised {type(error).__name__}: {error}") from error
     return Outcome(kernel.check_config(best, "the tuner returned"), heuristic=favourite)
 
 

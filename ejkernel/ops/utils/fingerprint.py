@@ -6,7 +6,7 @@ import functools
 import os
 import platform
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,6 @@ import numpy as np
 
 from .serialize import dtype_name
 from .stable import short_hash, stable_json
-
-if TYPE_CHECKING:
-    from ..core.invocation import Invocation
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _GPU_PLATFORMS = ("gpu", "cuda", "rocm")
@@ -189,7 +186,10 @@ def sharding_fingerprint(value: Any) -> str:
         return "single"
     if isinstance(sharding, jax.sharding.NamedSharding):
         mesh = ",".join(f"{name}={size}" for name, size in sharding.mesh.shape.items())
-        spec = ",".join(_axis_text(axis) for axis in sharding.spec)
+        axes = list(sharding.spec)
+        while axes and axes[-1] is None:  # P("x") and P("x", None) are the same
+            axes.pop()
+        spec = ",".join(_axis_text(axis) for axis in axes)
         return f"named({mesh})[{spec}]"
     devices = getattr(sharding, "num_devices", len(sharding.device_set))
     return (
@@ -210,20 +210,24 @@ def _axis_text(axis: Any) -> str:
 
 
 def default_key_builder_with_sharding(
-    kernel_or_invocation: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    kernel_or_invocation: Any, args: Any = (), kwargs: Any = None
 ) -> str:
     """A call key that also depends on how the arguments are sharded.
 
     Use it as a kernel's `key_builder`, or call it with `(kernel, args, kwargs)`. Two calls of the
     same shapes get different keys when one of them is sharded over a mesh.
     """
-    inv: Invocation[Any, Any]
-    if hasattr(kernel_or_invocation, "call_key"):
-        inv = kernel_or_invocation
-    else:
-        from ..core.invocation import Invocation
+    from ..core.invocation import Invocation
 
+    inv: Invocation[Any, Any]
+    if isinstance(kernel_or_invocation, Invocation):
+        inv = kernel_or_invocation
+    elif isinstance(args, Invocation):  # as a class attribute it is called like a method
+        inv = args
+    else:
         inv = Invocation(kernel=kernel_or_invocation, args=tuple(args), kwargs=dict(kwargs or {}))
     leaves = jax.tree.leaves((inv.args, dict(inv.kwargs)))
     shardings = [sharding_fingerprint(leaf) for leaf in leaves if is_array(leaf)]
-    return short_hash({"call": inv.call_key, "shardings": shardings})
+    # A tracer of an array on one device shows no sharding: neither may the array itself.
+    seen = ["none" if sharding == "single" else sharding for sharding in shardings]
+    return short_hash({"call": inv.call_key, "shardings": seen})

@@ -33,8 +33,9 @@ LABEL_RE = re.compile(
 )
 """`ejkernel_ops#matmul@v1:0123456789abcdef`, in groups `prefix`, `op_id` and `call_key`."""
 
-LABEL_ATTRIBUTE = "ejkernel_label"
-SPEC_ATTRIBUTE = "ejkernel_spec"
+ATTRIBUTE = "ejkernel"
+"""The metadata of an operation of ours: its label; on the call of a kernel, a blank and the
+specification follow."""
 
 _HASH = re.compile(r"[0-9a-f]{16}")
 _OP_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*@v[A-Za-z0-9_.]+")
@@ -103,28 +104,16 @@ def parse_label(text: str) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def stamped(label_text: str | None, spec: str | None = None) -> Iterator[None]:
+def stamped(label_text: str, spec: str | None = None) -> Iterator[None]:
     """Put a label, and a specification if given, on every operation traced in the block."""
-    if label_text is None:
-        yield
-        return
     from jax.experimental.xla_metadata import set_xla_metadata
 
     op_id, _ = parse_label(label_text)
     # Profilers show scope names; they are cut at '@', so the version stays out of them.
     scope = op_id.partition("@v")[0].replace("/", ".")
-    with (
-        jax.named_scope(scope),
-        set_xla_metadata(**{LABEL_ATTRIBUTE: label_text, SPEC_ATTRIBUTE: spec}),
-    ):
+    stamp = label_text if spec is None else f"{label_text} {spec}"
+    with jax.named_scope(scope), set_xla_metadata(**{ATTRIBUTE: stamp}):
         yield
-
-
-def without_spec() -> contextlib.AbstractContextManager[Any]:
-    """Drop the specification from operations inside: it need stand only once per call."""
-    from jax.experimental.xla_metadata import set_xla_metadata
-
-    return set_xla_metadata(**{SPEC_ATTRIBUTE: None})  # type: ignore[no-any-return]
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -153,32 +142,27 @@ def find_labels_in_lowered(lowered: Any) -> list[str]:
 
 def find_stamps_in_lowered(lowered: Any) -> list[tuple[str, str | None]]:
     """Each label of a lowered computation with its specification, where the program has one."""
-    attributes = (
-        (str(found[LABEL_ATTRIBUTE]), found.get(SPEC_ATTRIBUTE))
-        for found in _frontend_attributes(_stablehlo(lowered).operation)
-        if LABEL_ATTRIBUTE in found
-    )
-    return _merge_stamps(
-        (text, spec) for value, spec in attributes for text in extract_labels_from_hlo_text(value)
-    )
+    return _merge_stamps(_stamps(_stablehlo(lowered).operation))
 
 
 def find_stamps_in_text(text: str) -> list[tuple[str, str | None]]:
-    """The same from a program's text, as `lowered.as_text()` writes it."""
-    specs: dict[str, str] = {}
-    # The attributes of an operation stand together: `{ejkernel_label = "…", ejkernel_spec = "…"}`.
-    pair = re.compile(
-        rf'{LABEL_ATTRIBUTE} ?= ?"([^"]+)", ?{SPEC_ATTRIBUTE} ?= ?"((?:[^"\\]|\\.)*)"'
-    )
-    for match in pair.finditer(text):
-        specs.setdefault(match[1], _unescape(match[2]))
-    return _merge_stamps((found, specs.get(found)) for found in extract_labels_from_hlo_text(text))
+    """The same from a program's text: StableHLO (`lowered.as_text()`) or HLO."""
+    labels = [(found, None) for found in extract_labels_from_hlo_text(text)]
+    values = re.finditer(rf'\b{ATTRIBUTE} ?= ?"((?:[^"\\]|\\.)*)"', text)
+    return _merge_stamps([*labels, *(_parse_stamp(_unescape(value[1])) for value in values)])
+
+
+def _parse_stamp(stamp: str) -> tuple[str, str | None]:
+    text, _, spec = stamp.partition(" ")
+    return text, spec or None
 
 
 def _merge_stamps(stamps: Iterable[tuple[str, str | None]]) -> list[tuple[str, str | None]]:
+    """Each recognised label once, in order of appearance, with its specification if any has it."""
     merged: dict[str, str | None] = {}
     for text, spec in stamps:
-        merged[text] = merged.get(text) or spec
+        if extract_labels_from_hlo_text(text) == [text]:
+            merged[text] = merged.get(text) or spec
     return list(merged.items())
 
 
@@ -199,15 +183,16 @@ def _stablehlo(lowered: Any) -> Any:
     return lowered.compiler_ir("stablehlo")
 
 
-def _frontend_attributes(operation: Any) -> Iterator[dict[str, str]]:
-    """Walk a module, function by function, yielding the metadata of each operation."""
+def _stamps(operation: Any) -> Iterator[tuple[str, str | None]]:
+    """Walk a module, function by function, yielding the stamp of each operation that has one."""
     if "mhlo.frontend_attributes" in operation.attributes:
         attributes = operation.attributes["mhlo.frontend_attributes"]
-        yield {entry.name: getattr(entry.attr, "value", str(entry.attr)) for entry in attributes}
+        if ATTRIBUTE in attributes:
+            yield _parse_stamp(str(attributes[ATTRIBUTE].value))
     for region in operation.regions:
         for block in region.blocks:
             for inner in block.operations:
-                yield from _frontend_attributes(inner.operation)
+                yield from _stamps(inner.operation)
 
 
 def labels_to_configs(

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from .fingerprint import abstractify, abstractify_arguments, is_array, leaf_signature
-from .serialize import from_plain, qualified_name, to_plain
+from .serialize import from_plain, is_dtype_like, qualified_name, to_plain
 
 if TYPE_CHECKING:
     from ..core.invocation import Invocation
@@ -46,16 +46,29 @@ def write_specification(
             keywords = abstractify(dict(inv.kwargs))
             spec["kwargs"] = {name: _tree_to_plain(value) for name, value in keywords.items()}
         if inv.batch_axes is not None:
-            spec["batch"] = to_plain(inv.batch_axes)
+            spec["batch"] = _batch_to_plain(inv.batch_axes)
         if cfg is not None:
             spec["config"] = to_plain(cfg)
+        text = json.dumps(spec, separators=(",", ":"), ensure_ascii=True)
     except TypeError:
         return None
-    text = json.dumps(spec, separators=(",", ":"), ensure_ascii=True)
     return text.replace("'", "\\u0027").replace('"', "'")
 
 
+def _batch_to_plain(batch: Any) -> dict[str, Any]:
+    from ..core.invocation import BatchAxes
+
+    if not isinstance(batch, BatchAxes):
+        raise TypeError("batch axes of the caller's own cannot be written")
+    return {
+        "transform": batch.transform,
+        "in_axes": _tree_to_plain(batch.in_axes),
+        "size": batch.size,
+    }
+
+
 def _tree_to_plain(value: Any) -> Any:
+    """Data as signatures, containers by kind, and of other values those that read back equal."""
     if is_array(value):
         signature = leaf_signature(value)
         if not _ARRAY.fullmatch(signature):  # an explicit sharding: its mesh cannot be rebuilt
@@ -65,12 +78,12 @@ def _tree_to_plain(value: Any) -> Any:
         tag = "$tuple" if type(value) is tuple else "$list"
         return {tag: [_tree_to_plain(item) for item in value]}
     if type(value) is dict:
+        if not all(type(key) is str for key in value):
+            raise TypeError("only dicts with string keys can be written")
         return {"$dict": {key: _tree_to_plain(item) for key, item in value.items()}}
-    if any(is_array(leaf) for leaf in jax.tree.leaves(value)):
-        raise TypeError(f"a {type(value).__name__} cannot be written")
-    if isinstance(value, (set, frozenset)) or hasattr(value, "__dataclass_fields__"):
-        raise TypeError(f"a {type(value).__name__} cannot be written without its type")
-    return to_plain(value)
+    if type(value) in (bool, int, float, str, type(None)) or is_dtype_like(value):
+        return to_plain(value)
+    raise TypeError(f"a {type(value).__name__} cannot be written")
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -89,9 +102,13 @@ def read_specification(text: str) -> Invocation[Any, Any]:
         op_id, kernel_name, args = spec["op"], spec["kernel"], spec["args"]
         positional = tuple(_tree_from_plain(arg) for arg in args)
         keywords = {name: _tree_from_plain(value) for name, value in spec.get("kwargs", {}).items()}
-        batch = from_plain(spec["batch"], BatchAxes) if "batch" in spec else None
-        if batch is not None and isinstance(batch.in_axes, list):
-            batch = BatchAxes(batch.transform, tuple(batch.in_axes), batch.size)
+        batch = None
+        if "batch" in spec:
+            plain = spec["batch"]
+            axes = _tree_from_plain(plain["in_axes"])
+            batch = BatchAxes(plain["transform"], axes, plain["size"])
+        if not isinstance(op_id, str) or not isinstance(kernel_name, str):
+            raise TypeError("op and kernel must be strings")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SpecificationError(
             f"the specification {text[:200]!r} is damaged: {error!r}"
@@ -122,7 +139,7 @@ def find_kernel(op_id: str, qualified: str) -> Kernel[Any, Any]:
         found: Any = importlib.import_module(module_name)
         for part in path.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:
         raise SpecificationError(
             f"{op_id}: its kernel {qualified} cannot be imported: {error}"
         ) from error
@@ -133,7 +150,7 @@ def find_kernel(op_id: str, qualified: str) -> Kernel[Any, Any]:
         raise SpecificationError(f"{op_id}: {qualified} is not a Kernel class")
     try:
         made = found()
-    except TypeError as error:
+    except Exception as error:
         raise SpecificationError(
             f"{op_id}: {qualified} cannot be constructed without arguments ({error}); create the "
             "kernel in this process first"
