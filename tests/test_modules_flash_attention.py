@@ -87,8 +87,16 @@ def test_it_tunes_when_asked_and_keeps_the_result():
     ("change", "error", "words"),
     [
         ({"q": jnp.ones((2, 3, 4))}, ValueError, ["q has shape (2, 3, 4)", "four axes"]),
-        ({"k": jnp.ones((2, 50, 3, 16)), "v": jnp.ones((2, 50, 3, 16))}, ValueError, ["4 heads", "3"]),
-        ({"v": jnp.ones((2, 49, 4, 16))}, ValueError, ["k and v differ in length", "(2, 49, 4, 16)"]),
+        (
+            {"k": jnp.ones((2, 50, 3, 16)), "v": jnp.ones((2, 50, 3, 16))},
+            ValueError,
+            ["4 heads", "3"],
+        ),
+        (
+            {"v": jnp.ones((2, 49, 4, 16))},
+            ValueError,
+            ["k and v differ in length", "(2, 49, 4, 16)"],
+        ),
         ({"k": jnp.ones((2, 50, 4, 8))}, ValueError, ["q and k differ in head_dim"]),
         ({"k": jnp.ones((3, 50, 4, 16))}, ValueError, ["batch size"]),
         ({"q": jnp.ones((2, 50, 4, 16), int)}, TypeError, ["q is int32", "floating"]),

@@ -482,9 +482,8 @@ def test_a_call_that_could_not_be_described_is_reported(selector):
 
 
 def program_with(spec: str, key: str = "0" * 16) -> str:
-    return (
-        f'call @f() {{mhlo.frontend_attributes = {{ejkernel = "ejkernel_ops#scale@v1:{key} {spec}"}}}}'
-    )
+    stamp = f"ejkernel_ops#scale@v1:{key} {spec}"
+    return f'call @f() {{mhlo.frontend_attributes = {{ejkernel = "{stamp}"}}}}'
 
 
 @pytest.mark.parametrize(

@@ -41,12 +41,20 @@ def method_name(method: str, suffix: str) -> str:
 def find_method(
     kernel: Any, method: str, device_kind: str, base: type
 ) -> Callable[..., Any] | None:
-    """The most specific implementation of `method` that the kernel's own classes define."""
-    for suffix in suffix_order(device_kind):
+    """The most specific implementation of a method that the kernel's own classes define."""
+    found = find_with_suffix(kernel, method, device_kind, base)
+    return None if found is None else found[1]
+
+
+def find_with_suffix(
+    kernel: Any, method: str, device_kind: str, base: type
+) -> tuple[int, Callable[..., Any]] | None:
+    """The same, with how specific it is: the position of its suffix, 0 for the most specific."""
+    for position, suffix in enumerate(suffix_order(device_kind)):
         name = method_name(method, suffix)
         defined = getattr(type(kernel), name, None)
         if defined is not None and defined is not getattr(base, name, None):
-            return getattr(kernel, name)  # type: ignore[no-any-return]
+            return position, getattr(kernel, name)
     return None
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ..utils.fingerprint import is_array
-from .dispatch import find_method
+from .dispatch import find_with_suffix
 from .partition import Partition, split
 
 if TYPE_CHECKING:
@@ -37,13 +37,15 @@ def find_rule(
     """The rule the kernel defines for this device, or None: then JAX differentiates `run`."""
     from .kernel import Kernel
 
-    simple = find_method(kernel, "custom_vjp", device_kind, Kernel)
-    forward = find_method(kernel, "fwd_with_residuals", device_kind, Kernel)
-    backward = find_method(kernel, "vjp", device_kind, Kernel)
-    if simple is not None:
-        return _simple_rule(run, simple, cfg)
+    simple = find_with_suffix(kernel, "custom_vjp", device_kind, Kernel)
+    forward = find_with_suffix(kernel, "fwd_with_residuals", device_kind, Kernel)
+    backward = find_with_suffix(kernel, "vjp", device_kind, Kernel)
+    both = forward is not None and backward is not None
+    # The more specific rule wins; between equals the one-piece form does.
+    if simple is not None and not (both and max(forward[0], backward[0]) < simple[0]):  # type: ignore[index]
+        return _simple_rule(run, simple[1], cfg)
     if forward is not None and backward is not None:
-        return _residual_rule(forward, backward, cfg, kernel.full_op_id)
+        return _residual_rule(forward[1], backward[1], cfg, kernel.full_op_id)
     return None
 
 

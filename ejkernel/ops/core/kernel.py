@@ -6,15 +6,17 @@ import contextlib
 import dataclasses
 import functools
 import re
+import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from ..utils.fingerprint import device_kind
 from ..utils.stable import stable_json
 from . import catalog
-from .dispatch import check_method_names, defined_methods, find_method
+from .dispatch import SUFFIXES, check_method_names, defined_methods, find_method, method_name
 from .invocation import Invocation, KeyBuilder
+from .space import Space
 from .types import Cfg, Out
 
 if TYPE_CHECKING:
@@ -73,6 +75,8 @@ class Kernel(Generic[Cfg, Out]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         check_method_names(cls)
+        _give_both_names(cls)
+        _keep_builder_a_function(cls)
         declared = _declared_config_type(cls)
         if declared is not None:
             cls.config_type = declared
@@ -152,14 +156,10 @@ class Kernel(Generic[Cfg, Out]):
 
     def candidate_cfgs(self, inv: Invocation[Cfg, Out]) -> Iterable[Cfg]:
         """Configs worth trying. Another name for `config_space`; write either."""
-        if type(self).config_space is not Kernel.config_space:
-            return self.config_space(inv)
         return [self.heuristic_cfg(inv)]
 
     def config_space(self, inv: Invocation[Cfg, Out]) -> Iterable[Cfg]:
         """Configs worth trying. Another name for `candidate_cfgs`; write either."""
-        if type(self).candidate_cfgs is not Kernel.candidate_cfgs:
-            return self.candidate_cfgs(inv)
         return [self.heuristic_cfg(inv)]
 
     # --- what callers use ------------------------------------------------------------------------
@@ -177,8 +177,24 @@ class Kernel(Generic[Cfg, Out]):
     def bind(self, *args: Any, **kwargs: Any) -> Invocation[Cfg, Out]:
         """The `Invocation` that calling the kernel with these arguments would make."""
         override = kwargs.pop("cfg", None)
-        args, kwargs = self.prepare(*args, **kwargs)
+        args, kwargs = self.prepared(args, kwargs)
         return Invocation(kernel=self, args=args, kwargs=kwargs, override_cfg=override)
+
+    def prepared(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What `prepare` makes of the arguments, checked."""
+        result = self.prepare(*args, **kwargs)
+        if (
+            not isinstance(result, tuple)
+            or len(result) != 2
+            or not isinstance(result[0], (tuple, list))
+            or not isinstance(result[1], Mapping)
+        ):
+            raise TypeError(
+                f"kernel {self.full_op_id}: prepare must return (args, kwargs), got {result!r}"
+            )
+        return tuple(result[0]), dict(result[1])
 
     def heuristic(self, inv: Invocation[Cfg, Out]) -> Cfg:
         """The heuristic config of the current device, checked."""
@@ -187,12 +203,15 @@ class Kernel(Generic[Cfg, Out]):
 
     def candidates(self, inv: Invocation[Cfg, Out]) -> list[Cfg]:
         """Every distinct config to try on the current device; the heuristic one comes first."""
-        for method in ("candidate_cfgs", "config_space"):
-            listed = find_method(self, method, device_kind(), Kernel)
-            if listed is not None:
-                configs = [self.check_config(cfg, f"{method} listed") for cfg in listed(inv)]
-                return self.with_heuristic(inv, configs)
-        return self.with_heuristic(inv, [])
+        listed = find_method(self, "candidate_cfgs", device_kind(), Kernel)
+        if listed is None:
+            return self.with_heuristic(inv, [])
+        configs: Iterable[Any] = listed(inv)
+        if isinstance(configs, Space):
+            configs = configs.of(self.config_type)
+        return self.with_heuristic(
+            inv, [self.check_config(cfg, f"{listed.__name__} listed") for cfg in configs]
+        )
 
     def with_heuristic(self, inv: Invocation[Cfg, Out], configs: Iterable[Cfg]) -> list[Cfg]:
         """The heuristic config, if there is one, and then the others, each once."""
@@ -228,6 +247,22 @@ class Kernel(Generic[Cfg, Out]):
     @functools.cached_property
     def _default_entry(self) -> Any:
         return self._entries[None]
+
+
+def _give_both_names(cls: type) -> None:
+    """A class that writes `config_space` has `candidate_cfgs` too, and the other way round."""
+    for suffix in ("", *SUFFIXES):
+        names = [method_name(method, suffix) for method in ("candidate_cfgs", "config_space")]
+        for written, other in (names, names[::-1]):
+            if written in vars(cls) and other not in vars(cls):
+                setattr(cls, other, vars(cls)[written])
+
+
+def _keep_builder_a_function(cls: type) -> None:
+    """`key_builder = some_function(inv)` in a class body is meant as it is, not as a method."""
+    builder = vars(cls).get("key_builder")
+    if isinstance(builder, types.FunctionType) and builder.__code__.co_argcount == 1:
+        cls.key_builder = staticmethod(builder)  # type: ignore[attr-defined]
 
 
 def _declared_config_type(cls: type) -> Any:

@@ -16,18 +16,18 @@ class Partition:
     """The fixed part of a pytree; `merge` puts arrays back in their places."""
 
     structure: Any
-    fixed: tuple[Any, ...]  # one per leaf; `_ARRAY` where an array belongs
+    fixed: tuple[Any, ...]  # one per leaf; `ARRAY` where an array belongs
 
     def merge(self, arrays: Any) -> Any:
         """The original pytree with these arrays in it."""
         supply = iter(arrays)
-        leaves = [next(supply) if leaf is _ARRAY else leaf for leaf in self.fixed]
+        leaves = [next(supply) if leaf is ARRAY else leaf for leaf in self.fixed]
         return jax.tree.unflatten(self.structure, leaves)
 
     @property
     def array_positions(self) -> tuple[int, ...]:
         """The indices, among all leaves, of those that are arrays."""
-        return tuple(i for i, leaf in enumerate(self.fixed) if leaf is _ARRAY)
+        return tuple(i for i, leaf in enumerate(self.fixed) if leaf is ARRAY)
 
 
 class _Array:
@@ -35,12 +35,13 @@ class _Array:
         return "<array>"
 
 
-_ARRAY = _Array()
+ARRAY = _Array()
+"""Stands where an array belongs."""
 
 
 def split(tree: Any, is_data: Callable[[Any], bool] = is_array) -> tuple[list[Any], Partition]:
     """The arrays (or whatever `is_data` says) of a pytree, in order, and everything else."""
     leaves, structure = jax.tree.flatten(tree)
     arrays = [leaf for leaf in leaves if is_data(leaf)]
-    fixed = tuple(_ARRAY if is_data(leaf) else leaf for leaf in leaves)
+    fixed = tuple(ARRAY if is_data(leaf) else leaf for leaf in leaves)
     return arrays, Partition(structure, fixed)

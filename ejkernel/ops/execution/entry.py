@@ -11,9 +11,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 
-from ..core.partition import split
+from ..core.partition import ARRAY, Partition, split
 from ..utils.fingerprint import is_array
 from ..utils.stable import stable_json
 
@@ -79,23 +78,25 @@ class Entry:
             return self.after_error(error, args, kwargs, static)
 
     def _jitted_for(self, static: tuple[str, ...]) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return self._trace(args, kwargs)
+        # A keyword may be called "args"; nobody calls one like this.
+        def call(*ejkernel_args: Any, **kwargs: Any) -> Any:
+            return self._trace(ejkernel_args, kwargs)
 
         jitted = jax.jit(_named(call, self.kernel), static_argnames=static)
         self._by_static[static] = jitted
         return jitted
 
     def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
-        """The program for these arguments, compiled; static keywords are built in."""
-        dynamic = {name: value for name, value in kwargs.items() if holds_arrays(value)}
-        static = {name: value for name, value in kwargs.items() if name not in dynamic}
+        """The program for these arguments, compiled; what is no data is built in."""
+        data, fixed = FixedPart.of(args, kwargs)
+        compiled = self._jitted_with(fixed).lower(data).compile()
+        return CompiledCall(self.kernel.full_op_id, compiled, fixed)
 
-        def call(*args: Any, **dynamic: Any) -> Any:
-            return self._trace(args, {**static, **dynamic})
+    def _jitted_with(self, fixed: FixedPart) -> Any:
+        def call(data: list[Any]) -> Any:
+            return self._trace(*fixed.merge(data))
 
-        lowered = jax.jit(_named(call, self.kernel)).lower(*args, **dynamic)
-        return CompiledCall(self.kernel.full_op_id, lowered.compile(), static)
+        return jax.jit(_named(call, self.kernel))
 
     # --- when a call failed ----------------------------------------------------------------------
 
@@ -113,29 +114,18 @@ class Entry:
             return self.with_keywords(args, {**kwargs, "cfg": ByContent(kwargs["cfg"])})
         refuse_unhashable(self.kernel, {name: kwargs[name] for name in static})
         self._refuse_mixed_devices(error, args, kwargs)
-        if any(not _jax_can_trace(leaf) for leaf in jax.tree.leaves(args)):
-            return self._with_static_leaves(args, kwargs, static)
-        raise error
-
-    def _with_static_leaves(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], static: tuple[str, ...]
-    ) -> Any:
-        """Positional values that are no data (a string, a function) are built into the program."""
-        data, rest = split(args, _jax_can_trace)
-        if not _is_hashable(rest):
+        data, fixed = FixedPart.of(args, kwargs)
+        if not fixed.has_leaves_jax_refuses:
+            raise error
+        if not _is_hashable(fixed):
             raise TypeError(
-                f"kernel {self.kernel.full_op_id}: the arguments hold a value that is neither "
-                f"data nor hashable: {[leaf for leaf in rest.fixed if not _is_hashable(leaf)]!r}"
-            )
-        jitted = self._by_static.get((rest, static))
+                f"kernel {self.kernel.full_op_id}: the arguments hold a value that is neither data "
+                f"nor hashable: {[v for v in fixed.leaves if not _is_hashable(v)]!r}"
+            ) from error
+        jitted = self._by_static.get(fixed)
         if jitted is None:
-
-            def call(data: list[Any], **kwargs: Any) -> Any:
-                return self._trace(rest.merge(data), kwargs)
-
-            jitted = jax.jit(_named(call, self.kernel), static_argnames=static)
-            self._by_static[rest, static] = jitted
-        return jitted(data, **kwargs)
+            jitted = self._by_static[fixed] = self._jitted_with(fixed)
+        return jitted(data)
 
     def _refuse_mixed_devices(
         self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -160,24 +150,62 @@ class Entry:
 
 
 @dataclasses.dataclass(frozen=True)
+class FixedPart:
+    """What a call builds into its program: static keywords; strings and functions among data."""
+
+    rest: Partition
+    static: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], FixedPart]:
+        """The data of a call, and everything else."""
+        dynamic = {name: value for name, value in kwargs.items() if holds_arrays(value)}
+        static = tuple((name, value) for name, value in kwargs.items() if name not in dynamic)
+        data, rest = split((args, dynamic), _jax_can_trace)
+        return data, cls(rest, static)
+
+    def merge(self, data: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments and keywords of the call, with this data."""
+        args, dynamic = self.rest.merge(data)
+        return args, {**dict(self.static), **dynamic}
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The values among the data that are built in."""
+        return [leaf for leaf in self.rest.fixed if leaf is not ARRAY]
+
+    @property
+    def has_leaves_jax_refuses(self) -> bool:
+        """True if something among the data could not be traced."""
+        return bool(self.leaves)
+
+
+@dataclasses.dataclass(frozen=True)
 class CompiledCall:
-    """A kernel compiled for given shapes; call it with arrays of those shapes.
+    """A kernel compiled for given shapes; call it as the kernel, with arrays of those shapes.
 
     `compiled` is JAX's own object, for `cost_analysis()`, `memory_analysis()` and `as_text()`.
     """
 
     op_id: str
     compiled: jax.stages.Compiled
-    static: dict[str, Any]
+    fixed: FixedPart
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for name, value in self.static.items():
-            if name in kwargs and kwargs.pop(name) != value:
+        static = dict(self.fixed.static)
+        for name in static.keys() & kwargs.keys():
+            if kwargs[name] != static[name]:
                 raise ValueError(
-                    f"kernel {self.op_id} was compiled with {name}={value!r}; compile it again for "
-                    "another value"
+                    f"kernel {self.op_id} was compiled with {name}={static[name]!r}; compile it "
+                    "again for another value"
                 )
-        return self.compiled(*args, **kwargs)
+        data, fixed = FixedPart.of(args, kwargs)
+        if fixed.rest != self.fixed.rest:
+            raise ValueError(
+                f"kernel {self.op_id} was compiled for arguments of another structure or with "
+                f"other values built in: {self.fixed.rest}; compile it again"
+            )
+        return self.compiled(data)
 
 
 class EntryTable(dict["Executor | None", Entry]):
@@ -235,7 +263,7 @@ def _is_hashable(value: Any) -> bool:
 
 
 def _jax_can_trace(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
+    return is_array(leaf) or isinstance(leaf, (bool, int, float, complex))
 
 
 def _argument_name(path: str) -> str:

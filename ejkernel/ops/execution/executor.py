@@ -65,7 +65,10 @@ class Executor:
 
     def __call__(self, kernel: Kernel[Any, O], /, *args: Any, **kwargs: Any) -> O:
         """Select a config and run; `cfg=` fixes it, other keywords go to the kernel."""
-        entry = kernel._entries[self]
+        try:
+            entry = kernel._entries[self]
+        except (AttributeError, TypeError):
+            raise _not_a_kernel(kernel) from None
         if kwargs:
             return entry.with_keywords(args, kwargs)  # type: ignore[no-any-return]
         try:
@@ -75,11 +78,12 @@ class Executor:
 
     def choose_config(self, kernel: Kernel[C, Any], /, *args: Any, **kwargs: Any) -> C:
         """The config that a call with these arguments runs with (it may tune, like the call)."""
-        return self.chooser.choose(kernel.bind(*args, **kwargs), kernel)
+        inv: Invocation[C, Any] = _bound(kernel, args, kwargs)
+        return self.chooser.choose(inv, kernel)
 
     def decide(self, kernel: Kernel[C, Any], /, *args: Any, **kwargs: Any) -> Decision[C]:
         """The same, as a `Decision` with its reasons."""
-        return self.selector.decide(kernel.bind(*args, **kwargs), kernel)
+        return self.selector.decide(_bound(kernel, args, kwargs), kernel)
 
     def explain(self, kernel: Kernel[Any, Any], /, *args: Any, **kwargs: Any) -> str:
         """Why a call with these arguments runs with the config it runs with, as text."""
@@ -87,6 +91,8 @@ class Executor:
 
     def compile(self, kernel: Kernel[Any, Any], /, *args: Any, **kwargs: Any) -> CompiledCall:
         """A compiled callable for the shapes of these arguments (arrays or abstract shapes)."""
+        if not isinstance(kernel, Kernel):
+            raise _not_a_kernel(kernel)
         return kernel._entries[self].compile(args, kwargs)
 
     def run(
@@ -102,7 +108,7 @@ class Executor:
         """Select and run inside the current trace: what every call comes down to."""
         if cfg is not None:
             kernel.check_config(cfg)
-        args, kwargs = _prepared(kernel, args, kwargs)
+        args, kwargs = kernel.prepared(args, kwargs)
         inv: Invocation[Any, Any] = Invocation(
             kernel=kernel,
             args=args,
@@ -119,20 +125,17 @@ class Executor:
         return run_labelled(inv, kernel, chosen)
 
 
-def _prepared(
-    kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    prepared = kernel.prepare(*args, **kwargs)
-    if (
-        not isinstance(prepared, tuple)
-        or len(prepared) != 2
-        or not isinstance(prepared[0], (tuple, list))
-        or not isinstance(prepared[1], Mapping)
-    ):
-        raise TypeError(
-            f"kernel {kernel.full_op_id}: prepare must return (args, kwargs), got {prepared!r}"
-        )
-    return tuple(prepared[0]), dict(prepared[1])
+def _bound(
+    kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Invocation[Any, Any]:
+    if not isinstance(kernel, Kernel):
+        raise _not_a_kernel(kernel)
+    return kernel.bind(*args, **kwargs)
+
+
+def _not_a_kernel(given: Any) -> TypeError:
+    what = f"the class {given.__name__}" if isinstance(given, type) else repr(given)
+    return TypeError(f"Executor: the first argument must be a kernel (an instance), got {what}")
 
 
 # --- the executor behind `kernel(...)` -----------------------------------------------------------

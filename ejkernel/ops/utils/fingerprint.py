@@ -115,7 +115,7 @@ def abstractify_arguments(tree: Any) -> Any:
 
 
 def _abstract_leaf(leaf: Any) -> Any:
-    if not is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+    if not is_array(leaf):
         return leaf
     return jax.ShapeDtypeStruct(
         leaf.shape,
@@ -145,11 +145,17 @@ def _explicit_sharding(array: Any) -> Any:
     Only meshes with explicit axes put it there; with automatic axes the compiler decides later and
     two shardings share one trace, so it cannot be part of the key.
     """
-    if not isinstance(array, jax.Array):
+    if isinstance(array, jax.ShapeDtypeStruct):
+        sharding = array.sharding
+    elif isinstance(array, jax.Array):
+        sharding = getattr(jax.typeof(array), "sharding", None)
+    else:
         return None
-    sharding = getattr(jax.typeof(array), "sharding", None)
-    spec = getattr(sharding, "spec", None)
-    return sharding if spec is not None and any(axis is not None for axis in spec) else None
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return None
+    explicit = jax.sharding.AxisType.Explicit
+    visible = explicit in sharding.mesh.axis_types and any(a is not None for a in sharding.spec)
+    return sharding if visible else None
 
 
 def leaf_signature(leaf: Any) -> str:

@@ -24,6 +24,8 @@ import numpy as np
 
 T = TypeVar("T")
 
+_SCALAR_TYPES = (int, float, str, bool, complex, type(None))
+
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
     """Write a config (dataclass, tuple, dict, scalar, dtype, enum) as JSON text.
@@ -75,6 +77,10 @@ def to_plain(value: Any, declared: Any = Any, path: str = "value") -> Any:
     if value is None or (isinstance(value, (bool, str)) and not isinstance(value, enum.Enum)):
         return value
     if isinstance(value, enum.Enum):
+        # Where a string may stand too, the name alone would come back as one.
+        if str in _union_options(declared):
+            remember_type(type(value))
+            return {"$enum": value.name, "$type": qualified_name(type(value))}
         return value.name
     if isinstance(value, (int, np.integer)):
         return int(value)
@@ -165,10 +171,12 @@ def from_plain(plain: Any, cls: Any, path: str | None = None) -> Any:
     if isinstance(origin or cls, type) and issubclass(origin or cls, Mapping):
         return _mapping_from_plain(plain, cls, path)
     if isinstance(cls, type) and issubclass(cls, enum.Enum):
+        if isinstance(plain, dict) and plain.get("$type") == qualified_name(cls):
+            plain = plain.get("$enum")
         if isinstance(plain, str) and plain in cls.__members__:
             return cls[plain]
         raise _mismatch(path, f"one of {', '.join(cls.__members__)}", plain)
-    if isinstance(plain, dict) and "$dtype" in plain:
+    if isinstance(plain, dict) and "$dtype" in plain and cls not in _SCALAR_TYPES:
         return _untyped(plain)
     return _scalar_from_plain(plain, cls, path)
 
@@ -181,7 +189,7 @@ def _untyped(plain: Any) -> Any:
     if "$float" in plain:
         return float(plain["$float"])
     if "$set" in plain:
-        return frozenset(_untyped(item) for item in plain["$set"])
+        return frozenset(_hashable([_untyped(item) for item in plain["$set"]]))
     if "$dtype" in plain:
         return _dtype_from_plain(plain)
     known = loaded_type(plain["$type"]) if "$type" in plain else Any
@@ -244,6 +252,14 @@ def _from_literal(plain: Any, allowed: tuple[Any, ...], path: str) -> Any:
 def _dataclass_from_plain(plain: Any, cls: Any, path: str) -> Any:
     if not isinstance(plain, dict):
         raise _mismatch(path, f"an object with the fields of {_type_name(cls)}", plain)
+    if plain.get("$type", qualified_name(cls)) != qualified_name(cls):
+        written = loaded_type(plain["$type"])
+        if not (isinstance(written, type) and issubclass(written, cls)):
+            raise TypeError(
+                f"{path}: expected {_type_name(cls)}, got {plain['$type']}, which is not loaded or "
+                "no subclass of it"
+            )
+        cls = written
     given = {key: item for key, item in plain.items() if key != "$type"}
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     unknown = sorted(set(given) - set(fields))
@@ -269,10 +285,11 @@ def _dataclass_from_plain(plain: Any, cls: Any, path: str) -> Any:
 
 def _sequence_from_plain(plain: Any, cls: Any, path: str) -> Any:
     container = typing.get_origin(cls) or cls
+    given = plain
     if container in (set, frozenset):
         plain = plain.get("$set") if isinstance(plain, dict) else None
     if not isinstance(plain, list):
-        raise _mismatch(path, f"a list for {_type_name(cls)}", plain)
+        raise _mismatch(path, f"a list for {_type_name(cls)}", given)
     arguments = typing.get_args(cls)
     if container is tuple and arguments and arguments[-1] is not Ellipsis:
         if len(arguments) != len(plain):

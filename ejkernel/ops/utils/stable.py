@@ -28,7 +28,7 @@ def stable_json(value: Any) -> str:
     stable form is a `TypeError`.
 
     >>> stable_json({"b": 1, "a": (2, None)})
-    '{"a":{"tuple":[2,null]},"b":1}'
+    '{"a":{"$tuple":[2,null]},"b":1}'
     """
     try:
         plain = _stable(value)
@@ -49,24 +49,24 @@ def _stable(value: Any) -> Any:
     if value is None or type(value) in (bool, int, str):
         return value
     if isinstance(value, enum.Enum):
-        return {"enum": f"{qualified_name(type(value))}.{value.name}"}
+        return {"$enum": f"{qualified_name(type(value))}.{value.name}"}
     if isinstance(value, (float, complex)) and not isinstance(value, np.generic):
-        return {type(value).__name__: repr(value)}
+        return {f"${type(value).__name__}": repr(value)}
     if is_dtype_like(value):
-        return {"dtype": dtype_name(value)}
+        return {"$dtype": dtype_name(value)}
     if isinstance(value, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
-        return {"array": f"{dtype_name(value.dtype)}[{','.join(map(str, value.shape))}]"}
+        return {"$array": f"{dtype_name(value.dtype)}[{','.join(map(str, value.shape))}]"}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: _stable(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return {"dataclass": qualified_name(type(value)), "fields": fields}
+        return {"$dataclass": qualified_name(type(value)), "$fields": fields}
     if isinstance(value, (list, tuple, set, frozenset)):
         return _stable_sequence(value)
     if isinstance(value, Mapping):
         return _stable_mapping(value)
     if isinstance(value, (bytes, bytearray)):
-        return {"bytes": bytes(value).hex()}
+        return {"$bytes": bytes(value).hex()}
     if isinstance(value, (bool, int, str)):  # subclasses, after the plain types above
-        return {qualified_name(type(value)): str(value)}
+        return {f"${qualified_name(type(value))}": str(value)}
     if callable(value) or isinstance(value, type):
         return _stable_callable(value)
     return _stable_repr(value)
@@ -75,39 +75,39 @@ def _stable(value: Any) -> Any:
 def _stable_sequence(value: Any) -> Any:
     items = [_stable(item) for item in value]
     if isinstance(value, (set, frozenset)):
-        return {"set": sorted(items, key=lambda item: json.dumps(item, sort_keys=True))}
+        return {"$set": sorted(items, key=lambda item: json.dumps(item, sort_keys=True))}
     if type(value) is list:
         return items
     name = "tuple" if type(value) is tuple else qualified_name(type(value))
-    return {name: items}
+    return {f"${name}": items}
 
 
 def _stable_mapping(value: Mapping[Any, Any]) -> Any:
-    if all(type(key) is str for key in value):
+    if all(type(key) is str and not key.startswith("$") for key in value):
         return {key: _stable(item) for key, item in value.items()}
     pairs = [[_stable(key), _stable(item)] for key, item in value.items()]
-    return {"items": sorted(pairs, key=lambda pair: json.dumps(pair, sort_keys=True))}
+    return {"$items": sorted(pairs, key=lambda pair: json.dumps(pair, sort_keys=True))}
 
 
 def _stable_callable(value: Any) -> Any:
     if isinstance(value, functools.partial):
-        return {"partial": [_stable(value.func), _stable(value.args), _stable(value.keywords)]}
+        return {"$partial": [_stable(value.func), _stable(value.args), _stable(value.keywords)]}
     if isinstance(value, types.MethodType):
-        return {"method": [value.__func__.__qualname__, _stable(value.__self__)]}
+        return {"$method": [value.__func__.__qualname__, _stable(value.__self__)]}
     if isinstance(value, types.FunctionType):
         cells = [_cell_contents(cell) for cell in value.__closure__ or ()]
         return {
-            "function": f"{value.__module__}:{value.__qualname__}",
-            "code": _code_hash(value.__code__),
-            "captured": [_stable(cell) for cell in cells],
-            "defaults": _stable(value.__defaults__),
-            "keyword_defaults": _stable(value.__kwdefaults__),
+            "$function": f"{value.__module__}:{value.__qualname__}",
+            "$code": _code_hash(value.__code__),
+            "$captured": [_stable(cell) for cell in cells],
+            "$defaults": _stable(value.__defaults__),
+            "$keyword_defaults": _stable(value.__kwdefaults__),
         }
     wrapped = getattr(value, "__wrapped__", None)  # jax.jit, functools.wraps
     if wrapped is not None and wrapped is not value:
-        return {"wrapper": qualified_name(type(value)), "of": _stable(wrapped)}
+        return {"$wrapper": qualified_name(type(value)), "$of": _stable(wrapped)}
     if isinstance(value, type) or hasattr(value, "__qualname__"):
-        return {"named": qualified_name(value)}
+        return {"$named": qualified_name(value)}
     return _stable_repr(value)
 
 
@@ -119,11 +119,15 @@ def _cell_contents(cell: types.CellType) -> Any:
 
 
 def _code_hash(code: types.CodeType) -> str:
-    constants = [
-        _code_hash(constant) if isinstance(constant, types.CodeType) else repr(constant)
-        for constant in code.co_consts
-    ]
-    return short_hash(json.dumps([code.co_code.hex(), constants, code.co_names, code.co_varnames]))
+    constants = [_stable_constant(constant) for constant in code.co_consts]
+    parts = [code.co_code.hex(), constants, code.co_names, code.co_varnames]
+    return short_hash(json.dumps(parts, sort_keys=True))
+
+
+def _stable_constant(constant: Any) -> Any:
+    if isinstance(constant, types.CodeType):
+        return _code_hash(constant)
+    return repr(constant) if constant is Ellipsis else _stable(constant)
 
 
 def _stable_repr(value: Any) -> Any:
@@ -133,4 +137,4 @@ def _stable_repr(value: Any) -> Any:
             f"a {qualified_name(type(value))} has no form that is the same in every process: "
             f"{text}; give it a __repr__ that shows its content, or make it a frozen dataclass"
         )
-    return {"repr": qualified_name(type(value)), "text": text}
+    return {"$repr": qualified_name(type(value)), "$text": text}

@@ -1,0 +1,128 @@
+"""Where candidates are compiled, run, compared and timed.
+
+The tuner's logic does not know whether a program runs in this process or in a worker that may be
+killed: it talks to a `Bench`. Programs are functions of a flat list of arrays, so that a bench
+needs nothing of the user's code but the lowered program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+
+from ..utils.stable import short_hash
+from .clock import Stopwatch
+from .judge import differs
+from .memory import available_bytes, readable_bytes
+
+Function = Callable[..., Any]
+
+
+class CandidateError(Exception):
+    """A candidate that cannot be used; the message is the reason that is kept."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """A program before compilation. Equal fingerprints mean equal programs."""
+
+    fingerprint: str
+    program: Any
+
+
+class Bench(Protocol):
+    """Compiles, runs, compares and times programs for one set of inputs."""
+
+    def lower(self, function: Function) -> Lowered:
+        """Trace a function of the inputs into a program."""
+        ...
+
+    def compile(self, lowered: Lowered) -> Any:
+        """Compile a program; the handle that comes back stands for it in the other calls."""
+        ...
+
+    def run(self, handle: Any) -> None:
+        """Run it once and keep its output for `compare`."""
+        ...
+
+    def compare(self, handle: Any, truth: Any) -> str | None:
+        """Why the output of one handle differs from that of another, or None."""
+        ...
+
+    def warm_up(self, handle: Any, times: int) -> None:
+        """Run it a few times and learn how long a sample must be."""
+        ...
+
+    def sample(self, handle: Any) -> float:
+        """Seconds per call, from one sample."""
+        ...
+
+    def forget(self, handle: Any) -> None:
+        """Free what a handle holds."""
+        ...
+
+
+@dataclasses.dataclass(eq=False)
+class LocalHandle:
+    """A program compiled in this process."""
+
+    compiled: Any
+    watch: Stopwatch
+    output: Any = None
+
+
+class LocalBench:
+    """Runs everything in this process.
+
+    Args:
+      arrays: the inputs, in the order in which functions take them.
+      timer: a clock in seconds.
+    """
+
+    def __init__(self, arrays: list[Any], timer: Callable[[], float] = time.perf_counter) -> None:
+        self._arrays = arrays
+        self._timer = timer
+
+    def lower(self, function: Function) -> Lowered:
+        def program(arrays: list[Any]) -> Any:
+            return function(*arrays)
+
+        lowered = jax.jit(program).lower(self._arrays)
+        return Lowered(short_hash(lowered.as_text(), 32), lowered)
+
+    def compile(self, lowered: Lowered) -> LocalHandle:
+        compiled = lowered.program.compile()
+        needed = _bytes_needed(compiled)
+        available = available_bytes()
+        if needed is not None and available is not None and needed > available:
+            raise CandidateError(
+                f"it needs {readable_bytes(needed)} and {readable_bytes(available)} are available"
+            )
+        return LocalHandle(compiled, Stopwatch(lambda: compiled(self._arrays), self._timer))
+
+    def run(self, handle: LocalHandle) -> None:
+        handle.output = jax.block_until_ready(handle.compiled(self._arrays))
+
+    def compare(self, handle: LocalHandle, truth: LocalHandle) -> str | None:
+        return differs(handle.output, truth.output)
+
+    def warm_up(self, handle: LocalHandle, times: int) -> None:
+        handle.watch.warm_up(times)
+
+    def sample(self, handle: LocalHandle) -> float:
+        return handle.watch.sample()
+
+    def forget(self, handle: LocalHandle) -> None:
+        handle.output = None
+
+
+def _bytes_needed(compiled: Any) -> int | None:
+    """What running a program takes beside its inputs, as the compiler says, if it does."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        return None
+    return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes)
