@@ -124,8 +124,8 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
 
 
 # (block_q, block_k) worth racing; see `xla.default_blocks` for why these shapes.
-FORWARD_BLOCKS = ((128, 128), (256, 256), (256, 512), (512, 256), (512, 512), (1024, 256))
-BACKWARD_BLOCKS = ((128, 128), (256, 256), (256, 512), (512, 256), (512, 512), (256, 1024))
+FORWARD_BLOCKS = ((64, 64), (128, 128), (256, 256), (256, 512), (512, 256), (512, 512))
+BACKWARD_BLOCKS = ((128, 128), (256, 256), (256, 512), (512, 256), (512, 512), (128, 1024))
 
 
 def _default_blocks(inv: Invocation[Any, Any], *, backward: bool) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from .decision import Decision
 from .persistent import PersistentCache
 from .policy import AutotunePolicy, forward_autotune_only, policy_override
 from .selection import ConfigSelectorChain
+from .space import Space
 
 __all__ = [
     "AutotunePolicy",
@@ -14,6 +15,7 @@ __all__ = [
     "ConfigSelectorChain",
     "Decision",
     "PersistentCache",
+    "Space",
     "Tuner",
     "forward_autotune_only",
     "overlay_cache",

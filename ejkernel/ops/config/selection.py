@@ -192,11 +192,26 @@ class ConfigSelectorChain:
         why there is nothing.
         """
         request = dataclasses.replace(self._request(inv, kernel, allow_autotune=True), offline=True)
-        for tier in (*self._stored, self._autotune):
+        tiers = [self._autotune] if self._unfinished(request) else [*self._stored, self._autotune]
+        for tier in tiers:
             answer = tier.look(request)
             if isinstance(answer, Found):
                 return answer
         return answer
+
+    def _unfinished(self, request: Request) -> bool:
+        """True if the store has a result that was cut short, or that lacks a candidate of today."""
+        entry = None if self.persistent is None else self.persistent.entry(request.key)
+        if entry is None or not entry.get("about", {}).get("trials"):
+            return False
+        if entry["about"].get("incomplete"):
+            return True
+        from ..tuner.outcome import known_trials
+
+        candidates = request.kernel.candidates(request.inv)
+        known = known_trials(candidates, entry["about"]["trials"])
+        tried = len(entry["about"]["trials"])
+        return len(known) < len(candidates) and tried < len(candidates)
 
     def _request(
         self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], **changes: Any
@@ -215,7 +230,14 @@ class ConfigSelectorChain:
     def _tune(self, request: Request) -> Outcome[Any]:
         from ..tuner.session import tune_request
 
-        return tune_request(self.tuner, request)
+        return tune_request(self.tuner, request, self._earlier_trials(request))
+
+    def _earlier_trials(self, request: Request) -> list[Any]:
+        """What the store knows of an earlier run that measured the same thing."""
+        entry = None if self.persistent is None else self.persistent.entry(request.key)
+        about = (entry or {}).get("about", {})
+        wanted = "forward and backward" if request.policy.validate_backward else "forward"
+        return list(about.get("trials", ())) if about.get("measured") == wanted else []
 
     def _keep(self, request: Request, outcome: Outcome[Any]) -> None:
         if request.offline:

@@ -212,7 +212,7 @@ class AutotuneTier:
                 del self._under_way[task]
 
     def _measure(self, request: Request) -> Found | str:
-        from ..tuner.outcome import TuningFailed
+        from ..tuner.outcome import TuningFailed, TuningInterrupted
 
         request.emit("autotune_start")
         try:
@@ -222,6 +222,10 @@ class AutotuneTier:
             logger.warning("ejkernel: %s", error)
             request.emit("error", error=error)
             return str(error)
+        except TuningInterrupted as interrupt:
+            if interrupt.outcome is not None:
+                self._keep(request, interrupt.outcome)
+            raise
         self._keep(request, outcome)
         request.emit("autotune_finish", cfg=outcome.best, outcome=outcome)
         return Found(outcome.best, outcome.summary(), outcome)

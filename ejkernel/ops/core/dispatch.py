@@ -47,10 +47,17 @@ def find_method(
 
 
 def find_with_suffix(
-    kernel: Any, method: str, device_kind: str, base: type
+    kernel: Any, method: str, device_kind: str, base: type, implementation: str | None = None
 ) -> tuple[int, Callable[..., Any]] | None:
-    """The same, with how specific it is: the position of its suffix, 0 for the most specific."""
-    for position, suffix in enumerate(suffix_order(device_kind)):
+    """The same, with how specific it is: the position of its suffix, 0 for the most specific.
+
+    With an `implementation` its own suffix comes before the device's usual order.
+    """
+    order = suffix_order(device_kind)
+    if implementation is not None:
+        first = "" if implementation == "run" else implementation
+        order = (first, *(suffix for suffix in order if suffix != first))
+    for position, suffix in enumerate(order):
         name = method_name(method, suffix)
         defined = getattr(type(kernel), name, None)
         if defined is not None and defined is not getattr(base, name, None):

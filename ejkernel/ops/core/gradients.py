@@ -37,9 +37,10 @@ def find_rule(
     """The rule the kernel defines for this device, or None: then JAX differentiates `run`."""
     from .kernel import Kernel
 
-    simple = find_with_suffix(kernel, "custom_vjp", device_kind, Kernel)
-    forward = find_with_suffix(kernel, "fwd_with_residuals", device_kind, Kernel)
-    backward = find_with_suffix(kernel, "vjp", device_kind, Kernel)
+    chosen = getattr(cfg, "implementation", None)
+    simple = find_with_suffix(kernel, "custom_vjp", device_kind, Kernel, chosen)
+    forward = find_with_suffix(kernel, "fwd_with_residuals", device_kind, Kernel, chosen)
+    backward = find_with_suffix(kernel, "vjp", device_kind, Kernel, chosen)
     both = forward is not None and backward is not None
     # The more specific rule wins; between equals the one-piece form does.
     if simple is not None and not (both and max(forward[0], backward[0]) < simple[0]):  # type: ignore[index]

@@ -22,9 +22,16 @@ if TYPE_CHECKING:
 Stage = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def find_run(kernel: Kernel[Any, Any]) -> Any:
-    """The `run` method that serves the current device."""
+def find_run(kernel: Kernel[Any, Any], cfg: Any = None) -> Any:
+    """The `run` method that serves the current device.
+
+    A config with a field `implementation` chooses among them: `"xla"` for `run_xla`, `"run"` for
+    `run` itself, None for the usual order.
+    """
     kind = device_kind()
+    wanted = getattr(cfg, "implementation", None)
+    if wanted is not None:
+        return kernel.implementation(wanted)
     run = find_method(kernel, "run", kind, Kernel)
     if run is None:
         have = ", ".join(defined_methods(type(kernel), "run", Kernel))
@@ -46,7 +53,7 @@ def run_labelled(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) 
 
 
 def _run(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any, stage: Stage) -> Any:
-    run = find_run(kernel)
+    run = find_run(kernel, cfg)
     rule = find_rule(kernel, run, cfg, device_kind())
     arrays, rest = split((inv.args, dict(inv.kwargs)))
 

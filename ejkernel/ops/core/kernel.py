@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from ..utils.fingerprint import device_kind
 from ..utils.stable import stable_json
 from . import catalog
-from .dispatch import SUFFIXES, check_method_names, defined_methods, find_method, method_name
+from .dispatch import (
+    SUFFIXES,
+    check_method_names,
+    defined_methods,
+    find_method,
+    method_name,
+    suffix_order,
+)
 from .invocation import Invocation, KeyBuilder
 from .space import Space
 from .types import Cfg, Out
@@ -65,6 +72,10 @@ class Kernel(Generic[Cfg, Out]):
 
     unkeyed: ClassVar[tuple[str, ...]] = ()
     """Keywords that do not affect which config is best (`seed`): they stay out of the key."""
+
+    tune_implementations: ClassVar[bool] = False
+    """Race the device's implementations too. The config class needs a field
+    `implementation: str | None = None`, which then says which one a config is for."""
 
     key_builder: KeyBuilder | None = None
     """Builds the call key instead of `Invocation.call_key`, if set."""
@@ -204,14 +215,37 @@ class Kernel(Generic[Cfg, Out]):
     def candidates(self, inv: Invocation[Cfg, Out]) -> list[Cfg]:
         """Every distinct config to try on the current device; the heuristic one comes first."""
         listed = find_method(self, "candidate_cfgs", device_kind(), Kernel)
-        if listed is None:
-            return self.with_heuristic(inv, [])
-        configs: Iterable[Any] = listed(inv)
+        configs: Iterable[Any] = [] if listed is None else listed(inv)
         if isinstance(configs, Space):
             configs = configs.of(self.config_type)
-        return self.with_heuristic(
-            inv, [self.check_config(cfg, f"{listed.__name__} listed") for cfg in configs]
-        )
+        checked = [
+            self.check_config(cfg, "candidate_cfgs (config_space) listed") for cfg in configs
+        ]
+        found = self.with_heuristic(inv, checked)
+        if not self.tune_implementations:
+            return found
+        return [
+            dataclasses.replace(cfg, implementation=name)  # type: ignore[type-var]
+            for name in self.implementations()
+            for cfg in found
+        ]
+
+    def implementation(self, name: str) -> Any:
+        """The run method with this suffix; `"run"` is the one without."""
+        method = "run" if name == "run" else method_name("run", name)
+        if method not in defined_methods(type(self), "run", Kernel):
+            have = [m.removeprefix("run_") for m in defined_methods(type(self), "run", Kernel)]
+            raise ValueError(
+                f"kernel {self.full_op_id}: implementation {name!r} does not exist; it has "
+                f"{', '.join(have)}"
+            )
+        return getattr(self, method)
+
+    def implementations(self) -> list[str]:
+        """The implementations that can serve the current device, the most specific first."""
+        have = defined_methods(type(self), "run", Kernel)
+        names = [method_name("run", suffix) for suffix in suffix_order(device_kind())]
+        return [name.removeprefix("run_") for name in names if name in have]
 
     def with_heuristic(self, inv: Invocation[Cfg, Out], configs: Iterable[Cfg]) -> list[Cfg]:
         """The heuristic config, if there is one, and then the others, each once."""

@@ -62,8 +62,6 @@ class Space:
         for constraint in self.constraints:
             _constraint_names(constraint, self.dimensions)
 
-    __name__ = "config_space"  # for messages, where a method would show its own
-
     def __call__(self, inv: Any = None) -> Space:
         """The space for an invocation: this is what makes it usable as `config_space`."""
         return self._with(inv=inv)

@@ -112,6 +112,24 @@ class AutotuningResult:
             selector.cache.put(key, cfg)
         ambient.forget_traces()
 
+    def explain(self, entry: Entry | int | str) -> str:
+        """How an entry came about: every candidate with its time or why it has none.
+
+        Takes an entry, its position, or an operation's id.
+        """
+        chosen = entry
+        if isinstance(entry, int):
+            chosen = self.entries[entry]
+        elif isinstance(entry, str):
+            named = [e for e in self.entries if entry in (e.op_id, e.op_id.partition("@v")[0])]
+            if not named:
+                known = ", ".join(dict.fromkeys(e.op_id for e in self.entries)) or "none"
+                raise KeyError(f"no entry of {entry!r}; this result has {known}")
+            chosen = named[0]
+        assert isinstance(chosen, Entry)
+        head = f"{chosen.op_id}({chosen.signature})\n  {chosen.cfg}\n  {chosen.origin}"
+        return head if chosen.outcome is None else f"{head}\n{chosen.outcome.explain()}"
+
     # --- as a collection -------------------------------------------------------------------------
 
     def __len__(self) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..tuner.outcome import Outcome, Trial
     from .results import AutotuningResult, Entry
 
 
@@ -36,6 +37,27 @@ def result_table(result: AutotuningResult) -> str:
     for skipped in result.skipped:
         text += f"\nnot tuned: {skipped.label}: {skipped.reason}"
     return text
+
+
+def outcome_table(outcome: Outcome[Any]) -> str:
+    """Every candidate of a tuning run with its time or its reason, the fastest first."""
+    fastest = outcome.seconds(outcome.best)
+
+    def row(trial: Trial[Any]) -> tuple[str, ...]:
+        marks = []
+        if trial.cfg == outcome.best:
+            marks.append("best")
+        if trial.cfg == outcome.heuristic:
+            marks.append("heuristic")
+        if trial.seconds is None:
+            return (brief(trial.cfg), trial.verdict.value, "", "", trial.reason)
+        ratio = f"{trial.seconds / fastest:.3f}" if fastest else "-"
+        taken = f"{len(trial.samples)} samples"
+        return (brief(trial.cfg), milliseconds(trial.seconds), ratio, taken, ", ".join(marks))
+
+    ranked = sorted(outcome.trials, key=lambda trial: trial.seconds or float("inf"))
+    header = ("config", "time", "ratio", "", "")
+    return text_table(header, [row(trial) for trial in ranked], right=(1, 2))
 
 
 def _row(entry: Entry) -> tuple[str, ...]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
+
+import jax
 
 from ..config.selection import ConfigSelectorChain
 from ..config.tiers import Found
@@ -26,6 +28,7 @@ __all__ = [
 ]
 
 
+@overload
 def autotune(
     kernel: Kernel[C, Any],
     /,
@@ -34,20 +37,58 @@ def autotune(
     num_warmup: int = 3,
     num_iters: int = 10,
     **kwargs: Any,
-) -> C:
-    """The fastest config of a kernel for these arguments, measured now.
+) -> C: ...
+@overload
+def autotune(
+    function: Callable[..., Any],
+    /,
+    *args: Any,
+    selector: ConfigSelectorChain | None = None,
+    **kwargs: Any,
+) -> AutotuningResult: ...
+def autotune(what: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Tune a kernel, or every kernel that a function calls, for these arguments, now.
 
-    Args:
-      kernel: the kernel; `args` and other `kwargs` are its arguments (arrays, or abstract shapes).
-      configs: what to try instead of the kernel's own candidates; the heuristic config races too.
-      num_warmup: runs of each candidate before its first sample.
-      num_iters: samples of each candidate in the first heat.
+    `autotune(kernel, a, b)` gives the fastest config. `configs=` is tried instead of the kernel's
+    own candidates (the heuristic config races too); `num_warmup` and `num_iters` are runs of each
+    candidate before and in the screening. Other keywords go to the kernel.
+
+    `autotune(function, a, b)` lowers the function, finds its distinct operations, tunes each, and
+    gives an `AutotuningResult`, to be used as `with result:`. `selector=` says how and where the
+    results are kept (default: in memory). Other keywords go to the function.
     """
+    if isinstance(what, Kernel):
+        return _autotune_kernel(what, args, **kwargs)
+    if callable(what) and not isinstance(what, type):
+        return _autotune_function(what, args, **kwargs)
+    raise TypeError(
+        f"autotune takes a kernel or a function first, got {what!r} ({type(what).__name__})"
+    )
+
+
+def _autotune_function(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    selector: ConfigSelectorChain | None = None,
+    **kwargs: Any,
+) -> AutotuningResult:
+    from .offline import autotune_lowered
+
+    jitted = function if hasattr(function, "lower") else jax.jit(function)
+    return autotune_lowered(selector or ConfigSelectorChain(), jitted.lower(*args, **kwargs))
+
+
+def _autotune_kernel(
+    kernel: Kernel[Any, Any],
+    args: tuple[Any, ...],
+    configs: Iterable[Any] | None = None,
+    num_warmup: int = 3,
+    num_iters: int = 10,
+    **kwargs: Any,
+) -> Any:
     from ..tuner.session import tune_invocation
     from ..tuner.tuner import Tuner
 
-    if not isinstance(kernel, Kernel):
-        raise TypeError(f"autotune takes a Kernel first, got {kernel!r} ({type(kernel).__name__})")
     inv = kernel.bind(*args, **kwargs)
     candidates = None
     if configs is not None:
@@ -58,8 +99,7 @@ def autotune(
             )
         candidates = kernel.with_heuristic(inv, given)
     tuner = Tuner(warmup=num_warmup, iters=num_iters)
-    outcome = tune_invocation(tuner, inv, kernel, candidates=candidates)
-    return outcome.best  # type: ignore[no-any-return]
+    return tune_invocation(tuner, inv, kernel, candidates=candidates).best
 
 
 def benchmark(

@@ -18,6 +18,8 @@ class Effort:
       name: what it is called.
       screening: samples of every candidate before the first ones leave.
       rounds: most samples of the finalists.
+      share_of_build: racing takes at most this share of the time that compiling took, once everyone
+        has run twice the screening rounds: precision that costs more than it can gain is waste.
       margin: a race is over when the leader is surely within this share of the best.
       finalists: how many of a search's best are raced against each other at its end.
       share_of_space: how much of a large space is evaluated.
@@ -27,6 +29,7 @@ class Effort:
     name: str
     screening: int
     rounds: int
+    share_of_build: float
     margin: float
     finalists: int
     share_of_space: float
@@ -36,9 +39,9 @@ class Effort:
 EFFORTS: dict[str, Effort] = {
     effort.name: effort
     for effort in (
-        Effort("quick", 2, 12, 0.03, 3, 0.10, 24),
-        Effort("standard", 3, 40, 0.01, 5, 0.20, 64),
-        Effort("full", 5, 100, 0.005, 8, 1.0, 100_000),
+        Effort("quick", 2, 12, 0.10, 0.03, 3, 0.10, 24),
+        Effort("standard", 3, 40, 0.20, 0.01, 5, 0.20, 64),
+        Effort("full", 5, 100, 10.0, 0.005, 8, 1.0, 100_000),
     )
 }
 

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Iterable, Mapping
 from typing import Any, Generic
 
 from ..core.types import Cfg
 from ..utils.serialize import to_plain
+from ..utils.stable import stable_json
 
 
 class TuningFailed(RuntimeError):
     """No candidate could be used; the message lists each with its reason."""
+
+
+class TuningInterrupted(KeyboardInterrupt):
+    """Ctrl-C while tuning; `outcome` holds what was measured so far, if anything was."""
+
+    def __init__(self, outcome: Outcome[Any] | None) -> None:
+        super().__init__("tuning was interrupted")
+        self.outcome = outcome
 
 
 class Verdict(enum.Enum):
@@ -20,6 +30,9 @@ class Verdict(enum.Enum):
     MEASURED = "measured"
     WRONG = "wrong"
     FAILED = "failed"
+    UNSUPPORTED = "unsupported"
+    DUPLICATE = "duplicate"
+    NOT_TRIED = "not tried"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,16 +45,38 @@ class Trial(Generic[Cfg]):
     samples: tuple[float, ...] = ()
     reason: str = ""
 
+    def to_plain(self) -> dict[str, Any]:
+        """The trial as it is kept in a store; samples in nanoseconds, to keep them short."""
+        return {
+            "config": to_plain(self.cfg),
+            "verdict": self.verdict.value,
+            "seconds": self.seconds,
+            "samples_ns": [round(sample * 1e9) for sample in self.samples],
+            "reason": self.reason,
+        }
+
 
 @dataclasses.dataclass(frozen=True)
 class Outcome(Generic[Cfg]):
-    """The winner of a tuning run and all that is known about how it won."""
+    """The winner of a tuning run and all that is known about how it won.
+
+    Attributes:
+      best: the winner.
+      trials: every candidate.
+      heuristic: the heuristic config, if the kernel has one.
+      measured: what was timed: `forward`, or `forward and backward`.
+      notes: remarks, such as why something was not measured.
+      sure: the race ended because the winner was sure, not because rounds ran out.
+      incomplete: why the run was cut short, or an empty string.
+    """
 
     best: Cfg
     trials: tuple[Trial[Cfg], ...] = ()
     heuristic: Cfg | None = None
     measured: str = "forward"
     notes: tuple[str, ...] = ()
+    sure: bool = False
+    incomplete: str = ""
 
     def seconds(self, cfg: Any) -> float | None:
         """The measured time per call of a config."""
@@ -54,15 +89,21 @@ class Outcome(Generic[Cfg]):
         heuristic = None if self.heuristic is None else self.seconds(self.heuristic)
         return heuristic / best if best and heuristic else None
 
+    def count(self, verdict: Verdict) -> int:
+        """How many candidates met this fate."""
+        return sum(trial.verdict is verdict for trial in self.trials)
+
     def summary(self) -> str:
         """One line: how many were measured, how fast the winner is."""
-        measured = sum(trial.verdict is Verdict.MEASURED for trial in self.trials)
+        measured = self.count(Verdict.MEASURED)
         text = f"measured {measured} of {len(self.trials)} candidates ({self.measured})"
         best = self.seconds(self.best)
         if best is not None:
             text += f", {best * 1e3:.4g} ms per call"
         if self.speedup is not None:
             text += f", {self.speedup:.2f}x the heuristic's speed"
+        if self.incomplete:
+            text += f"; incomplete: {self.incomplete}"
         return "; ".join((text, *self.notes))
 
     def about(self) -> dict[str, Any]:
@@ -72,13 +113,45 @@ class Outcome(Generic[Cfg]):
             "seconds": self.seconds(self.best),
             "heuristic_seconds": None if self.heuristic is None else self.seconds(self.heuristic),
             "notes": list(self.notes),
-            "trials": [
-                {
-                    "config": to_plain(trial.cfg),
-                    "verdict": trial.verdict.value,
-                    "seconds": trial.seconds,
-                    "reason": trial.reason,
-                }
-                for trial in self.trials
-            ],
+            "sure": self.sure,
+            "incomplete": self.incomplete,
+            "trials": [trial.to_plain() for trial in self.trials],
         }
+
+    def explain(self) -> str:
+        """Every candidate with its time or its reason, the fastest first."""
+        from ..execution.tables import outcome_table
+
+        return outcome_table(self)
+
+    def __str__(self) -> str:
+        return f"{self.summary()}\n{self.explain()}"
+
+
+def known_trials(
+    candidates: Iterable[Any], stored: Iterable[Mapping[str, Any]]
+) -> dict[str, Trial[Any]]:
+    """Stored trials of these candidates, by the candidate's `stable_json`.
+
+    A trial that says nothing final (not tried, or a damaged record) is left out.
+    """
+    stored = list(stored)
+    if not stored:
+        return {}
+    by_plain = {stable_json(to_plain(cfg)): cfg for cfg in candidates}
+    found: dict[str, Trial[Any]] = {}
+    for record in stored:
+        cfg = by_plain.get(stable_json(record.get("config")))
+        if cfg is None:
+            continue
+        try:
+            verdict = Verdict(record["verdict"])
+            samples = tuple(int(ns) * 1e-9 for ns in record.get("samples_ns", ()))
+            seconds = record.get("seconds")
+            trial = Trial(cfg, verdict, seconds, samples, str(record.get("reason", "")))
+        except (KeyError, ValueError, TypeError):
+            continue  # measured again instead
+        if verdict is Verdict.NOT_TRIED or (verdict is Verdict.MEASURED and not seconds):
+            continue
+        found[stable_json(cfg)] = trial
+    return found

@@ -1,66 +1,137 @@
-"""Who wins: candidates run in turns, the slower half leaves, the rest run longer.
+"""Who wins: candidates run in turns, the surely slower ones leave, the rest run longer.
 
 Taking turns in a shuffled order spreads a slow moment of the machine over all candidates instead of
-charging it to one. The favourite (the heuristic config) stays to the end, and a challenger takes
-its place only by more than the noise.
+charging it to one, so two candidates are compared by the ratio of their times *within* rounds. A
+candidate leaves when it is surely slower than the leader; in any case the slower half leaves each
+time the number of rounds has doubled. The favourite (the heuristic config) stays to the end, and a
+challenger takes its place only by more than the noise.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import random
+import statistics
 from collections.abc import Callable, Sequence
 
 from .clock import typical
 
 LEAST_GAIN = 0.01  # a challenger within one percent of the favourite does not replace it
+SURE = 2.5  # standard errors
 
 
-def race(
-    samplers: Sequence[Callable[[], float]],
-    rounds: int,
-    favourite: int | None = None,
-    seed: int = 0,
-    on_round: Callable[[int, int], None] | None = None,
-) -> tuple[int, list[list[float]]]:
-    """Run the candidates against each other; return the winner's index and everyone's samples.
+@dataclasses.dataclass
+class Race:
+    """The state of a race: everyone's samples, round by round, and who is still running.
 
     Args:
       samplers: one per candidate, each giving seconds per call.
-      rounds: samples of each candidate in the first heat; doubled in every heat after it.
+      screening: rounds that everyone runs before the first may leave.
+      rounds: most rounds of those who stay.
       favourite: a candidate that never leaves and that wins ties.
+      margin: the race ends when the leader is surely within this share of everyone left.
       seed: of the running order.
-      on_round: told how many candidates are left and how many rounds they have run.
+      on_round: told how many candidates are running and how many rounds they have run.
+      stop: asked after each round; a true answer ends the race early.
     """
-    if not samplers:
-        raise ValueError("race: there are no candidates")
-    samples: list[list[float]] = [[] for _ in samplers]
-    order = random.Random(seed)
-    running = list(range(len(samplers)))
-    while True:
-        for done in range(rounds):
-            order.shuffle(running)
-            for index in running:
-                samples[index].append(samplers[index]())
-            if on_round is not None:
-                on_round(len(running), done + 1)
-        running.sort(key=lambda index: (typical(samples[index]), index))
-        if len(running) <= 2 + (favourite is not None):
-            break
-        keep = running[: max(2, (len(running) + 1) // 2)]
-        if favourite in running and favourite not in keep:
-            keep.append(favourite)
-        running = keep
-        rounds *= 2
-    winner = running[0]
-    if favourite in running and not _clearly_faster(samples[winner], samples[favourite]):
-        winner = favourite
-    return winner, samples
+
+    samplers: Sequence[Callable[[], float]]
+    screening: int = 3
+    rounds: int = 40
+    favourite: int | None = None
+    margin: float = 0.01
+    seed: int = 0
+    on_round: Callable[[int, int], None] | None = None
+    stop: Callable[[], object] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.samplers:
+            raise ValueError("race: there are no candidates")
+        self.samples: list[list[float]] = [[] for _ in self.samplers]
+        self.running = list(range(len(self.samplers)))
+        self.sure = False
+
+    def run(self) -> int:
+        """Run it; the winner's index."""
+        order = random.Random(self.seed)
+        next_cut = self.screening
+        for done in range(1, self.rounds + 1):
+            turn = list(self.running)
+            order.shuffle(turn)
+            for index in turn:
+                self.samples[index].append(self.samplers[index]())
+            if self.on_round is not None:
+                self.on_round(len(self.running), done)
+            if done >= self.screening:
+                self._drop_the_surely_slower()
+                if done >= next_cut:
+                    self._drop_the_slower_half()
+                    next_cut = 2 * done
+                if self._settled():
+                    self.sure = True
+                    break
+            if self.stop is not None and self.stop():
+                break
+        return self._winner()
+
+    def _leader(self) -> int:
+        return min(self.running, key=lambda index: (typical(self.samples[index]), index))
+
+    def _drop_the_surely_slower(self) -> None:
+        leader = self._leader()
+        self.running = [
+            index
+            for index in self.running
+            if index in (leader, self.favourite) or not self._surely_slower(index, leader)
+        ]
+
+    def _surely_slower(self, index: int, leader: int) -> bool:
+        ratio, error = compare(self.samples[index], self.samples[leader])
+        return ratio - SURE * error > self.margin
+
+    def _drop_the_slower_half(self) -> None:
+        if len(self.running) <= 2:
+            return
+        ranked = sorted(self.running, key=lambda index: (typical(self.samples[index]), index))
+        keep = ranked[: max(2, (len(ranked) + 1) // 2)]
+        if self.favourite in ranked and self.favourite not in keep:
+            keep.append(self.favourite)
+        self.running = keep
+
+    def _settled(self) -> bool:
+        """True if nobody left can be faster than the leader by more than the margin."""
+        leader = self._leader()
+        for index in self.running:
+            if index == leader:
+                continue
+            ratio, error = compare(self.samples[index], self.samples[leader])
+            if ratio - SURE * error < -self.margin:
+                return False
+        return True
+
+    def _winner(self) -> int:
+        leader = self._leader()
+        favourite = self.favourite
+        if favourite is None or favourite not in self.running or leader == favourite:
+            return leader
+        ratio, error = compare(self.samples[favourite], self.samples[leader])
+        faster = ratio > LEAST_GAIN and ratio > error
+        faster = faster and typical(self.samples[leader]) < typical(self.samples[favourite])
+        return leader if faster else favourite
 
 
-def _clearly_faster(challenger: list[float], favourite: list[float]) -> bool:
-    """True if the challenger gains at least one percent and wins most rounds they ran together."""
-    together = min(len(challenger), len(favourite))
-    pairs = list(zip(challenger[-together:], favourite[-together:], strict=True))
-    wins = sum(fast < slow for fast, slow in pairs)
-    gain = 1 - typical(challenger) / typical(favourite)
-    return gain > LEAST_GAIN and wins > together / 2
+def compare(slower: Sequence[float], faster: Sequence[float]) -> tuple[float, float]:
+    """How much slower the first is, as a logarithm, and the standard error of that.
+
+    Only rounds that both ran are compared. Median and median deviation, because a burst of load or
+    one lucky sample must not decide.
+    """
+    together = min(len(slower), len(faster))
+    ratios = [math.log(a / b) for a, b in zip(slower[:together], faster[:together], strict=True)]
+    middle = statistics.median(ratios)
+    if together < 2:
+        return middle, math.inf
+    spread = 1.4826 * statistics.median(abs(ratio - middle) for ratio in ratios)
+    # With few rounds the deviation itself is uncertain; never trust it below half a percent.
+    return middle, max(1.2533 * spread / math.sqrt(together), 0.005 / math.sqrt(together))

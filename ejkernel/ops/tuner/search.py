@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import importlib.util
 import itertools
 import math
 import numbers
@@ -134,7 +133,7 @@ STRATEGIES = {"exhaustive": Exhaustive, "random": Random}
 
 def strategy_of(name: str | Strategy, seed: int = 0) -> Strategy:
     """A strategy by name."""
-    return Random(seed)
+    return Random(seed) if isinstance(name, str) else name
 
 
 def _flattened(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:

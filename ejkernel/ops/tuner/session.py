@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,9 +16,10 @@ from ..core.invocation import BatchAxes, Invocation
 from ..core.kernel import Kernel
 from ..core.partition import Partition, split
 from ..utils.fingerprint import is_array
+from .bench import CandidateError
 from .inputs import outside_trace, random_like, realistic_inputs
-from .outcome import Outcome, TuningFailed
-from .tuner import Tuner
+from .outcome import Outcome, TuningFailed, known_trials
+from .tuner import Tuner, Work
 
 if TYPE_CHECKING:
     from ..config.tiers import Request
@@ -26,10 +27,16 @@ if TYPE_CHECKING:
 Function = Callable[..., Any]
 
 
-def tune_request(tuner: Tuner, request: Request) -> Outcome[Any]:
-    """The outcome of tuning what a selection asked for."""
+def tune_request(
+    tuner: Tuner, request: Request, stored: Sequence[Mapping[str, Any]] = ()
+) -> Outcome[Any]:
+    """The outcome of tuning what a selection asked for; `stored` are trials of earlier runs."""
     return tune_invocation(
-        tuner, request.inv, request.kernel, backward=request.policy.validate_backward
+        tuner,
+        request.inv,
+        request.kernel,
+        backward=request.policy.validate_backward,
+        stored=stored,
     )
 
 
@@ -40,6 +47,7 @@ def tune_invocation(
     *,
     candidates: list[Any] | None = None,
     backward: bool = False,
+    stored: Sequence[Mapping[str, Any]] = (),
 ) -> Outcome[Any]:
     """Measure a kernel's candidates for one invocation."""
     inv = dataclasses.replace(inv.abstract(), kernel=kernel)
@@ -67,17 +75,47 @@ def tune_invocation(
                 reference = reference and with_gradients(reference)
         if type(tuner).autotune is not Tuner.autotune:
             return _users_choice(tuner, kernel, name, favourite, make_fn, args, kwargs, configs)
+        not_supported = getattr(kernel, "not_supported", None)
         return tuner.tune(
-            make_fn,
-            args,
-            kwargs,
-            configs,
-            name=name,
-            reference=reference,
-            favourite=favourite,
-            measured=measured,
-            notes=notes,
+            Work(
+                name,
+                make_fn,
+                args,
+                kwargs,
+                configs,
+                reference=reference,
+                favourite=favourite,
+                reasons_against=not_supported and (lambda cfg: not_supported(cfg, inv)),
+                known=known_trials(configs, stored),
+                guard=_crash_guard(tuner, inv),
+                measured=measured,
+                notes=notes,
+            )
         )
+
+
+def _crash_guard(tuner: Tuner, inv: Invocation[Any, Any]) -> Callable[[Any], Any] | None:
+    """In this process: note durably what is about to run, and refuse what crashed before.
+
+    A worker process needs no notes: its supervisor survives it.
+    """
+    if tuner.isolation != "none":
+        return None
+    from .journal import Journal, default_folder
+
+    journal = Journal(default_folder())
+    journal.culprits()
+    key = str(inv.key)
+
+    @contextlib.contextmanager
+    def guard(cfg: Any) -> Iterator[None]:
+        reason = journal.crashed(key, str(cfg))
+        if reason is not None:
+            raise CandidateError(reason)
+        with journal.about_to_run(key, str(cfg)):
+            yield
+
+    return guard
 
 
 def _users_choice(

@@ -1,0 +1,215 @@
+"""The tuner beside two others: how good is the pick, how long does it take, does it repeat itself.
+
+    python benchmarks/tuner.py [--repeats 6] [--json]
+
+Contenders, on the same two 16-candidate kernels in the same run, in turns:
+
+- ours: `Tuner()`, as it comes;
+- naive: the loop that most projects write, "1 warm-up, mean of 3", one candidate after the other;
+- tune-jax: the published tuner, if it is installed (`pip install tune-jax`).
+
+The truth is measured afterwards: all distinct programs compiled once, many interleaved rounds, mean
+of the fastest two thirds. Regret is how much slower a contender's pick is than the true best. Every
+candidate's output is checked against the reference first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.ops.tuner.clock import typical
+from ejkernel.ops.tuner.tuner import Tuner, Work
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    rows: int
+    columns: int
+
+
+def matmul(a: jax.Array, b: jax.Array, cfg: Blocks) -> jax.Array:
+    """A blocked product: rows by `cfg.rows`, the inner dimension by `cfg.columns`."""
+    rows = a.reshape(-1, cfg.rows, a.shape[1])
+
+    def one(block: jax.Array) -> jax.Array:
+        steps = a.shape[1] // cfg.columns
+        parts = block.reshape(cfg.rows, steps, cfg.columns).swapaxes(0, 1)
+        inner = b.reshape(steps, cfg.columns, b.shape[1])
+        zero = jnp.zeros((cfg.rows, b.shape[1]), a.dtype)
+        return jax.lax.scan(lambda acc, xs: (acc + xs[0] @ xs[1], None), zero, (parts, inner))[0]
+
+    return jax.lax.map(one, rows).reshape(a.shape[0], b.shape[1])
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, cfg: Blocks) -> jax.Array:
+    """Chunked attention over (heads, length, dim): query blocks by key blocks, online softmax."""
+    heads, length, dim = q.shape
+
+    def one(block: jax.Array) -> jax.Array:
+        def step(state: Any, xs: Any) -> Any:
+            top, total, out = state
+            keys, values = xs
+            scores = jnp.einsum("hqd,hkd->hqk", block, keys) * dim**-0.5
+            new_top = jnp.maximum(top, scores.max(-1))
+            weights = jnp.exp(scores - new_top[..., None])
+            shrink = jnp.exp(top - new_top)
+            total = total * shrink + weights.sum(-1)
+            out = out * shrink[..., None] + jnp.einsum("hqk,hkd->hqd", weights, values)
+            return (new_top, total, out), None
+
+        def chunks(x: jax.Array) -> jax.Array:
+            return x.reshape(heads, -1, cfg.columns, dim).swapaxes(0, 1)
+
+        start = (
+            jnp.full((heads, cfg.rows), -jnp.inf),
+            jnp.zeros((heads, cfg.rows)),
+            jnp.zeros((heads, cfg.rows, dim)),
+        )
+        (_, total, out), _ = jax.lax.scan(step, start, (chunks(k), chunks(v)))
+        return out / total[..., None]
+
+    blocks = q.reshape(heads, -1, cfg.rows, dim).swapaxes(0, 1)
+    return jax.lax.map(one, blocks).swapaxes(0, 1).reshape(q.shape)
+
+
+def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[Blocks]]]:
+    generator = np.random.default_rng(0)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(generator.standard_normal(shape, dtype=np.float32))
+
+    square = [Blocks(r, c) for r in (32, 64, 128, 256) for c in (64, 128, 256, 512)]
+    chunks = [Blocks(r, c) for r in (64, 128, 256, 512) for c in (64, 128, 256, 512)]
+    return {
+        "matmul 512³": (matmul, (normal(512, 512), normal(512, 512)), square),
+        "attention 4×512×64": (attention, tuple(normal(4, 512, 64) for _ in range(3)), chunks),
+    }
+
+
+def ours(function: Callable[..., Any], args: tuple[Any, ...], configs: list[Any], seed: int) -> Any:
+    work = Work(
+        "benchmark",
+        lambda cfg: lambda *args: function(*args, cfg),
+        args,
+        {},
+        configs,
+        favourite=configs[0],
+    )
+    return Tuner(seed=seed, progress=False).tune(work).best
+
+
+def naive(function: Callable[..., Any], args: tuple[Any, ...], configs: list[Any], seed: int) -> Any:
+    times = []
+    for cfg in configs:
+        jitted = jax.jit(lambda *args, cfg=cfg: function(*args, cfg))
+        jax.block_until_ready(jitted(*args))
+        start = time.perf_counter()
+        for _ in range(3):
+            jax.block_until_ready(jitted(*args))
+        times.append(time.perf_counter() - start)
+    return configs[times.index(min(times))]
+
+
+def tune_jax(function: Callable[..., Any], args: tuple[Any, ...], configs: list[Any], seed: int) -> Any:
+    import tune_jax as peer
+
+    def call(*args: Any, rows: int, columns: int) -> Any:
+        return function(*args, Blocks(rows, columns))
+
+    space = {
+        "rows": sorted({cfg.rows for cfg in configs}),
+        "columns": sorted({cfg.columns for cfg in configs}),
+    }
+    tuned = peer.tune(call, hyperparams=space)
+    tuned(*args)
+    return Blocks(**tuned.optimal_hyperparams)
+
+
+def truth(
+    function: Callable[..., Any], args: tuple[Any, ...], configs: list[Any], rounds: int
+) -> dict[Any, float]:
+    """Careful times of all candidates, after checking that they agree."""
+    programs = {
+        cfg: jax.jit(lambda *args, cfg=cfg: function(*args, cfg)).lower(*args).compile()
+        for cfg in configs
+    }
+    reference = np.asarray(programs[configs[0]](*args))
+    for program in programs.values():
+        np.testing.assert_allclose(np.asarray(program(*args)), reference, rtol=1e-3, atol=1e-3)
+    samples: dict[Any, list[float]] = {cfg: [] for cfg in configs}
+    order = list(configs)
+    for _ in range(rounds):
+        random.shuffle(order)
+        for cfg in order:
+            start = time.perf_counter()
+            jax.block_until_ready(programs[cfg](*args))
+            samples[cfg].append(time.perf_counter() - start)
+    return {cfg: typical(taken) for cfg, taken in samples.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=60, help="rounds of the truth")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    contenders = {"ours": ours, "naive": naive}
+    if importlib.util.find_spec("tune_jax") is not None:
+        contenders["tune-jax"] = tune_jax
+    rows = []
+    for name, (function, args, configs) in cases().items():
+        picks: dict[str, list[Any]] = {c: [] for c in contenders}
+        seconds: dict[str, list[float]] = {c: [] for c in contenders}
+        for repeat in range(options.repeats):
+            for contender, tune in contenders.items():
+                jax.clear_caches()
+                start = time.perf_counter()
+                picks[contender].append(tune(function, args, configs, repeat))
+                seconds[contender].append(time.perf_counter() - start)
+        times = truth(function, args, configs, options.rounds)
+        best = min(times.values())
+        for contender in contenders:
+            regrets = [times[cfg] / best - 1 for cfg in picks[contender]]
+            rows.append(
+                {
+                    "case": name,
+                    "contender": contender,
+                    "mean regret": statistics.mean(regrets),
+                    "worst regret": max(regrets),
+                    "winners": len(set(picks[contender])),
+                    "spread of winners": max(regrets) - min(regrets),
+                    "seconds": statistics.median(seconds[contender]),
+                    "ours / this": statistics.median(
+                        mine / theirs
+                        for mine, theirs in zip(seconds["ours"], seconds[contender], strict=True)
+                    ),
+                }
+            )
+    if options.json:
+        print(json.dumps(rows, indent=1))
+        return
+    print(f"jax {jax.__version__}, Python {platform.python_version()}, {options.repeats} repeats")
+    print(f"{'case':20} {'contender':10} {'regret':>7} {'worst':>7} {'winners':>8} {'seconds':>8} {'ours/this':>10}")
+    for row in rows:
+        print(
+            f"{row['case']:20} {row['contender']:10} {row['mean regret']:7.1%} "
+            f"{row['worst regret']:7.1%} {row['winners']:8d} {row['seconds']:8.2f} "
+            f"{row['ours / this']:10.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
