@@ -200,7 +200,7 @@ def experiments() -> dict[str, Experiment]:
                 unroll=[1, 2],
                 where=[
                     lambda block_k, unroll: unroll * block_k <= 512,
-                    lambda block_m, block_n: 8192 <= block_m * block_n,
+                    lambda block_m, block_n: block_m * block_n >= 8192,
                     lambda block_m, block_n, block_k: block_m * block_n * block_k >= 2**20,
                 ],
             ),

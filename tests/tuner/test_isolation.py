@@ -378,7 +378,7 @@ def test_stray_output_and_forks_do_no_harm():
         bench.run(double)
         child = os.fork()
         if child == 0:  # its end must not end the worker
-            os._exit(0 if worker_pid() is None else 1)  # JAX's threads are not here, and an orderly end waits for them
+            os._exit(0 if worker_pid() is None else 1)
         assert os.waitpid(child, 0)[1] == 0
         before = worker_pid()
         assert bench.compare(double, double) is None

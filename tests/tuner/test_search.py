@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ejkernel.ops.tuner.replay import Table, replay_at
+from ejkernel.ops.tuner.replay import Table, replay
 from ejkernel.ops.tuner.search import (
     Candidates,
     Exhaustive,
@@ -50,7 +50,7 @@ class Outer:
     constant: str = "same"
 
 
-# --- what a search sees of configs -----------------------------------------------------------------
+# --- what a search sees of configs ----------------------------------------------------------------
 
 
 def test_sizes_are_logarithms_and_flags_are_zero_or_one():
@@ -117,7 +117,7 @@ def test_equal_configs_are_no_neighbours():
     assert Candidates([4, 4, 8]).neighbours == [[2], [2], [0, 1]]
 
 
-# --- what every strategy does ----------------------------------------------------------------------
+# --- what every strategy does ---------------------------------------------------------------------
 
 
 def bowl(config: tuple[int, int]) -> float | None:
@@ -210,7 +210,7 @@ def test_random_depends_on_the_seed_only():
     assert Random(1).propose(BOWL, {}, 9) != Random(2).propose(BOWL, {}, 9)
 
 
-# --- names -----------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 def test_an_unknown_name():
@@ -262,7 +262,7 @@ def test_the_model_without_scikit_learn_names_the_extra():
         ModelGuided().propose(BOWL, {0: 1.0}, 1)
 
 
-# --- how good they are -----------------------------------------------------------------------------
+# --- how good they are ----------------------------------------------------------------------------
 
 
 @needs_model
@@ -279,3 +279,17 @@ def test_the_model_finds_the_bottom_of_a_bowl():
     for seed in range(5):
         times = searched(ModelGuided(seed), BOWL, 40, 4).values()
         assert min(time for time in times if time is not None) <= 1.35e-3, f"seed {seed}"
+
+
+@needs_model
+@pytest.mark.skipif(not TABLES, reason="the tables are not in this installation")
+def test_the_model_beats_chance_on_recorded_spaces():
+    def mean_ratio(strategy: str) -> float:
+        return statistics.fmean(
+            replay(table, strategy, 24, seed).ratio for table in tables for seed in range(4)
+        )
+
+    tables = [Table.load(path) for path in TABLES]
+    model, chance = mean_ratio("model"), mean_ratio("random")
+    assert model <= 1.15
+    assert model - 1 < (chance - 1) / 2

@@ -46,6 +46,9 @@ class Builder:
         self.bench = bench
         self.truth: Any = None
         self.refused: dict[str, Trial[Any]] = {}
+        self.twins: dict[
+            str, str
+        ] = {}  # a config whose program another one has already -> that one
         self.compilations = 0
         self._make_function = make_function
         self._reasons_against = reasons_against
@@ -97,6 +100,7 @@ class Builder:
         twin = self._first_with.setdefault(lowered.fingerprint, cfg)
         if twin is not cfg:
             self._refuse(cfg, Verdict.DUPLICATE, f"the same program as {twin}")
+            self.twins[stable_json(cfg)] = stable_json(twin)
             return None
         return lowered
 

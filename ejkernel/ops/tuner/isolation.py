@@ -39,7 +39,12 @@ T = TypeVar("T")
 _START_SECONDS = 120.0  # importing JAX takes seconds, on a busy machine many
 _ATTEMPTS = 3  # of a request, if workers end for other reasons
 _LONGEST_LOG = 1 << 20
-_CONFIG = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl")
+_CONFIG = (
+    "jax_platforms",  # first: it counts until a device is asked for
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+)
 # Where in the user's files an operation comes from: definitions, and references at ends of lines.
 _LOCATION = re.compile(
     r"""^\#loc\d*\ =\ .*\n | \ loc\((?:\#loc\d*|unknown|"(?:[^"\\]|\\.)*")\)""",

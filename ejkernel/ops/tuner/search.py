@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import importlib.util
 import itertools
 import math
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -91,7 +92,10 @@ class Candidates:
 class Strategy(Protocol):
     """Proposes what to evaluate next; what it knows is its seed and the history."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        ...
 
     def propose(self, candidates: Candidates, history: History, count: int) -> list[int]:
         """Up to `count` candidates that are not in the history, the most promising first.
@@ -108,11 +112,10 @@ class Strategy(Protocol):
 class Exhaustive:
     """All candidates, in their order."""
 
-    name = "exhaustive"
+    name: ClassVar[str] = "exhaustive"
 
     def propose(self, candidates: Candidates, history: History, count: int) -> list[int]:
-        left = (index for index in range(len(candidates)) if index not in history)
-        return list(itertools.islice(left, max(count, 0)))
+        return _left(candidates, history)[: max(count, 0)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,20 +123,164 @@ class Random:
     """Candidates in a random order, after the heuristic's choice."""
 
     seed: int = 0
-    name = "random"
+    name: ClassVar[str] = "random"
 
     def propose(self, candidates: Candidates, history: History, count: int) -> list[int]:
-        order = 1 + np.random.default_rng(self.seed).permutation(max(len(candidates) - 1, 0))
-        left = (int(i) for i in (0, *order) if i < len(candidates) and i not in history)
-        return list(itertools.islice(left, max(count, 0)))
+        luck = np.random.default_rng(self.seed).random(len(candidates))
+        luck[:1] = -1  # the heuristic's choice
+        return sorted(_left(candidates, history), key=luck.__getitem__)[: max(count, 0)]
 
 
-STRATEGIES = {"exhaustive": Exhaustive, "random": Random}
+@dataclasses.dataclass(frozen=True)
+class ModelGuided:
+    """Learns from what was evaluated: a forest of trees predicts the rest, the best go next.
+
+    The first few are spread over the space, corners first, for a forest cannot see beyond what it
+    was shown. Then half of every proposal is what the forest thinks fastest, with a bonus for what
+    it is unsure of; the other half are neighbours of the best so far, which need no trust in it.
+
+    Needs scikit-learn: `pip install 'ejkernel[search]'`.
+
+    Args:
+      seed: of the spread and of the forest.
+      first: how many are spread before the forest is asked.
+      trees: how many trees; more of them change little but the time a proposal takes.
+    """
+
+    seed: int = 0
+    first: int = 8
+    trees: int = 30
+    name: ClassVar[str] = "model"
+
+    def propose(self, candidates: Candidates, history: History, count: int) -> list[int]:
+        left = _left(candidates, history)
+        if not left or count < 1:
+            return []
+        forest = _forest_class()  # before anything is measured: an error should not come late
+        spread = self._spread(candidates, history, min(count, self.first - len(history)))
+        rest = [index for index in left if index not in spread]
+        if len(spread) == count or not rest:
+            return spread
+        nothing_measured = all(seconds is None for seconds in history.values())
+        if nothing_measured or not candidates.features.size:
+            proposed = Random(self.seed).propose(candidates, history, len(candidates))
+            return [*spread, *(i for i in proposed if i not in spread)][:count]
+        expected = self._expected(forest, candidates, history, rest)
+        by_model = sorted(rest, key=expected.__getitem__)
+        near = sorted(_near_the_best(candidates, history) & set(rest), key=expected.__getitem__)
+        # Single proposals take turns, hence the parity.
+        half = (count - len(spread) + len(history) % 2) // 2
+        proposed = [*spread, *near[:half]]
+        proposed += [index for index in by_model if index not in proposed]
+        return proposed[:count]
+
+    def _spread(self, candidates: Candidates, history: History, count: int) -> list[int]:
+        """Each as far as can be from all before it; the heuristic's choice comes first."""
+        if 0 not in history and count <= 0:
+            count = 1
+        features = candidates.features - candidates.features.mean(axis=0)
+        features /= features.std(axis=0)  # no column is constant
+        # Of several far ones the seed decides.
+        luck = np.random.default_rng(self.seed).uniform(0.75, 1.25, len(candidates))
+        chosen: list[int] = []
+        distance = np.full(len(candidates), np.inf)
+        for index in sorted(history):
+            distance = np.minimum(distance, ((features - features[index]) ** 2).sum(axis=1))
+        for _ in range(min(count, len(candidates) - len(history))):
+            score = distance * luck
+            score[[*history, *chosen]] = -1
+            index = 0 if 0 not in history and not chosen else int(score.argmax())
+            chosen.append(index)
+            distance = np.minimum(distance, ((features - features[index]) ** 2).sum(axis=1))
+        return chosen
+
+    def _expected(
+        self, forest: Any, candidates: Candidates, history: History, wanted: list[int]
+    ) -> dict[int, float]:
+        """An optimistic guess of the logarithm of the time of each candidate."""
+        known = sorted(history)
+        slowest = max(seconds for seconds in history.values() if seconds is not None)
+        # A failure counts as twice the slowest: the forest avoids what looks like it.
+        seconds = [2 * slowest if (value := history[i]) is None else value for i in known]
+        table = _with_pairs(candidates.features)
+        model = forest(self.trees, random_state=_seed_of(self.seed, len(history)))
+        model.fit(table[known], np.log(seconds))
+        # A forest's own uncertainty is how much its trees disagree.
+        each = np.array([tree.predict(table[wanted]) for tree in model.estimators_])
+        optimistic = each.mean(axis=0) - each.std(axis=0)
+        return dict(zip(wanted, optimistic.tolist(), strict=True))
 
 
-def strategy_of(name: str | Strategy, seed: int = 0) -> Strategy:
-    """A strategy by name."""
-    return Random(seed) if isinstance(name, str) else name
+STRATEGIES: dict[str, Callable[[int], Strategy]] = {
+    "exhaustive": lambda seed: Exhaustive(),
+    "random": Random,
+    "model": ModelGuided,
+}
+
+
+def strategy_of(strategy: str | Strategy, seed: int = 0) -> Strategy:
+    """A strategy by name; one of your own is taken as it is, with the seed it has.
+
+    `"auto"` is the model where scikit-learn is installed, else random.
+    """
+    if not isinstance(strategy, str):
+        if not isinstance(strategy, Strategy):
+            raise TypeError(
+                "a strategy is a name or an object with `name` and `propose`; "
+                f"got {type(strategy).__name__}: {strategy!r}"
+            )
+        return strategy
+    if strategy == "auto":
+        strategy = "model" if importlib.util.find_spec("sklearn") else "random"
+    if strategy not in STRATEGIES:
+        raise ValueError(
+            f"strategy={strategy!r} is not known; it is one of {', '.join(STRATEGIES)}, auto"
+        )
+    return STRATEGIES[strategy](seed)
+
+
+def _left(candidates: Candidates, history: History) -> list[int]:
+    """What was not evaluated yet."""
+    for index in history:
+        if not 0 <= index < len(candidates):
+            raise ValueError(
+                f"the history has a candidate {index}, the space has {len(candidates)} candidates; "
+                "it belongs to another space"
+            )
+    return [index for index in range(len(candidates)) if index not in history]
+
+
+def _forest_class() -> Any:
+    try:
+        from sklearn.ensemble import ExtraTreesRegressor  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ImportError(
+            "the search strategy 'model' needs scikit-learn: pip install 'ejkernel[search]', or "
+            "use the strategy 'random'"
+        ) from error
+    return ExtraTreesRegressor
+
+
+def _near_the_best(candidates: Candidates, history: History) -> set[int]:
+    """The neighbours of the three fastest so far: with noise, the fastest may not be the best."""
+    times = {index: seconds for index, seconds in history.items() if seconds is not None}
+    fastest = sorted(times, key=lambda index: (times[index], index))[:3]
+    return {near for index in fastest for near in candidates.neighbours[index]}
+
+
+def _with_pairs(features: Floats) -> Floats:
+    """Sums and differences of sizes too: logarithms of areas and of aspect ratios.
+
+    A tree splits one column at a time, and it is areas that fill a cache.
+    """
+    sizes = [column for column in features.T if len(np.unique(column)) > 2]
+    pairs = list(itertools.combinations(sizes, 2))
+    more = [a + b for a, b in pairs] + [a - b for a, b in pairs]
+    return np.column_stack([features, *more])
+
+
+def _seed_of(*numbers: int) -> int:
+    return int(np.random.default_rng(numbers).integers(2**31))
 
 
 def _flattened(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -365,6 +365,10 @@ class _Session:
         samples = self.samples.get(key)
         if samples:
             return Trial(cfg, Verdict.MEASURED, typical(samples), tuple(samples))
+        if key in self.builder.twins:  # the same program takes the same time
+            taken = self.samples.get(self.builder.twins[key])
+            seconds = typical(taken) if taken else None
+            return dataclasses.replace(self.builder.refused[key], seconds=seconds)
         if key in self.builder.refused:
             return self.builder.refused[key]
         if key in self.work.known:

@@ -1,0 +1,290 @@
+"""The tuner as a whole: hostile candidates, duplicates, budgets, resuming, large spaces."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.ops import (
+    ConfigCache,
+    ConfigSelectorChain,
+    Executor,
+    Kernel,
+    PersistentCache,
+    Space,
+    Tuner,
+    autotune,
+)
+from ejkernel.ops.tuner.outcome import TuningFailed, TuningInterrupted, Verdict
+from ejkernel.ops.tuner.session import tune_invocation
+
+X = jnp.linspace(1.0, 2.0, 64)
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    kind: str = "right"
+    step: int = 1
+
+
+class Sum(Kernel[How, jax.Array]):
+    """Adds one to x, rightly or in one of many wrong ways."""
+
+    kinds: tuple[str, ...] = ("right",)
+
+    def __init__(self, *kinds: str) -> None:
+        super().__init__(name="sum")
+        self.kinds = kinds
+
+    def run(self, x, *, cfg):
+        if cfg.kind == "raises":
+            raise ValueError("no such block")
+        if cfg.kind == "terabyte":
+            return x + jnp.tile(x[:, None] * x[None, :], (2**14, 2**14)).max() * 0 + 1
+        results = {
+            "right": lambda: x + 1,
+            "right too": lambda: x + jnp.ones_like(x) * jnp.float32(cfg.step),
+            "zeros": lambda: jnp.zeros_like(x),
+            "nan": lambda: x + jnp.nan,
+            "shape": lambda: (x + 1)[:-1],
+            "dtype": lambda: (x + 1).astype(jnp.bfloat16),
+        }
+        return results[cfg.kind]()
+
+    def heuristic_cfg(self, inv):
+        return How("right")
+
+    def candidate_cfgs(self, inv):
+        return [How(kind) for kind in self.kinds]
+
+
+def tune(kernel, x=X, tuner=None, **options):
+    return tune_invocation(tuner or Tuner(progress=False), kernel.bind(x), kernel, **options)
+
+
+def verdicts(outcome):
+    return {trial.cfg.kind: trial.verdict for trial in outcome.trials}
+
+
+def test_wrong_failing_and_impossible_candidates_are_survived_with_their_reasons():
+    outcome = tune(Sum("zeros", "nan", "raises", "shape", "dtype", "terabyte"))
+    assert outcome.best == How("right")
+    assert verdicts(outcome) == {
+        "right": Verdict.MEASURED,
+        "zeros": Verdict.WRONG,
+        "nan": Verdict.WRONG,
+        "raises": Verdict.FAILED,
+        "shape": Verdict.WRONG,
+        "dtype": Verdict.WRONG,
+        "terabyte": Verdict.FAILED,
+    }
+    reasons = {trial.cfg.kind: trial.reason for trial in outcome.trials}
+    assert "largest error" in reasons["zeros"]
+    assert "NaN" in reasons["nan"]
+    assert "no such block" in reasons["raises"]
+    assert "shape (63,)" in reasons["shape"]
+    assert "bfloat16" in reasons["dtype"]
+    assert "TiB" in reasons["terabyte"]
+    for reason in reasons.values():
+        assert reason in outcome.explain()
+
+
+def test_equal_programs_are_compiled_once_and_share_their_time():
+    class Same(Sum):
+        def candidate_cfgs(self, inv):
+            return [How("right", step) for step in range(5)]
+
+    tuner = Tuner(progress=False)
+    outcome = tune(Same(), tuner=tuner)
+    assert tuner.compilations == 1
+    assert outcome.count(Verdict.DUPLICATE) == 4
+    assert len({trial.seconds for trial in outcome.trials}) == 1
+
+
+def test_what_a_kernel_does_not_support_is_never_lowered():
+    class Picky(Sum):
+        def not_supported(self, cfg, inv):
+            return ["too large", f"step {cfg.step}"] if cfg.kind == "raises" else []
+
+    outcome = tune(Picky("raises"))
+    assert verdicts(outcome)["raises"] is Verdict.UNSUPPORTED
+    assert "too large; step 1" in outcome.explain()
+
+
+def test_all_failing_lists_every_reason():
+    class Broken(Sum):
+        def heuristic_cfg(self, inv):
+            return How("raises")
+
+    with pytest.raises(TuningFailed, match="no such block"):
+        tune(Broken())
+
+
+def test_a_reference_that_fails_is_said_to_be_the_culprit():
+    class BadReference(Sum):
+        def reference(self, x):
+            raise ValueError("not today")
+
+    with pytest.raises(TuningFailed, match="the reference itself failed.*not today"):
+        tune(BadReference())
+
+
+def test_a_budget_of_evaluations_gives_an_incomplete_result_that_is_continued(tmp_path):
+    class Steps(Sum):
+        def candidate_cfgs(self, inv):
+            return [How("right too", step) for step in (1, 1, 1)] + [
+                How("right"),
+                How("zeros"),
+                How("nan"),
+            ]
+
+    kernel, store = Steps(), PersistentCache(tmp_path)
+
+    def selector(**options):
+        tuner = Tuner(progress=False, **options)
+        return ConfigSelectorChain(ConfigCache(), tuner=tuner, persistent=store), tuner
+
+    first, tuner = selector(evaluations=1)
+    found = first.known_or_tuned(kernel.bind(X), kernel)
+    assert found.about.incomplete
+    entry = store.entry(kernel.bind(X).key)
+    assert "evaluations" in entry["about"]["incomplete"]
+
+    second, tuner = selector()
+    found = second.known_or_tuned(kernel.bind(X), kernel)
+    assert not found.about.incomplete
+    assert tuner.compilations < 4  # what was measured before is not compiled again
+    assert not store.entry(kernel.bind(X).key)["about"]["incomplete"]
+
+
+def test_adding_one_candidate_later_compiles_and_times_one(tmp_path):
+    store = PersistentCache(tmp_path)
+    kernel = Sum("zeros")
+    first = ConfigSelectorChain(ConfigCache(), tuner=Tuner(progress=False), persistent=store)
+    first.known_or_tuned(kernel.bind(X), kernel)
+
+    kernel.kinds = ("zeros", "right too")
+    tuner = Tuner(progress=False)
+    later = ConfigSelectorChain(ConfigCache(), tuner=tuner, persistent=store)
+    found = later.known_or_tuned(kernel.bind(X), kernel)
+    assert tuner.compilations == 1
+    assert verdicts(found.about) == {
+        "right": Verdict.MEASURED,
+        "zeros": Verdict.WRONG,
+        "right too": Verdict.MEASURED,
+    }
+    tuner = Tuner(progress=False)
+    again = ConfigSelectorChain(ConfigCache(), tuner=tuner, persistent=store)
+    again.known_or_tuned(kernel.bind(X), kernel)
+    assert tuner.compilations == 0
+
+
+def test_an_interrupt_keeps_what_was_measured(tmp_path):
+    class Interrupting(Tuner):
+        pass
+
+    kernel, store = Sum("right too"), PersistentCache(tmp_path)
+    tuner = Tuner(progress=False)
+    ticks = iter(range(10**9))
+
+    def timer():
+        if next(ticks) > 40:
+            raise KeyboardInterrupt
+        return float(next(ticks))
+
+    tuner.timer = timer
+    selector = ConfigSelectorChain(ConfigCache(), tuner=tuner, persistent=store)
+    with pytest.raises(KeyboardInterrupt):
+        selector.choose(kernel.bind(X), kernel)
+
+
+@pytest.mark.parametrize("name", ["seconds", "evaluations"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_budget_of_nothing_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        Tuner(**{name: value})
+
+
+def test_unknown_efforts_and_isolations_are_refused():
+    with pytest.raises(ValueError, match=r"effort='huge'.*quick, standard, full"):
+        Tuner(effort="huge")
+    with pytest.raises(ValueError, match="isolation='jail'"):
+        Tuner(isolation="jail")
+
+
+def test_a_declared_space_serves_as_config_space():
+    class Spaced(Sum):
+        config_space = Space(
+            kind=["right too"], step=[1, 2, 3], where=lambda step, inv: step < inv.args[0].ndim + 1
+        )
+
+    kernel = Spaced()
+    assert kernel.candidates(kernel.bind(X)) == [How("right"), How("right too", 1)]
+    assert autotune(kernel, X) in kernel.candidates(kernel.bind(X))
+
+
+def test_a_large_space_is_searched_and_not_exhausted():
+    class Large(Sum):
+        def run(self, x, *, cfg):
+            return x + 1 + 0 * jnp.sum(jnp.ones(cfg.step))
+
+        def candidate_cfgs(self, inv):
+            return [How("right", step) for step in range(1, 200)]
+
+    tuner = Tuner(progress=False, effort="quick", strategy="random")
+    outcome = tune(Large(), tuner=tuner)
+    assert tuner.compilations <= 24
+    assert outcome.count(Verdict.NOT_TRIED) >= 170
+    assert not outcome.incomplete
+
+
+def test_implementations_of_one_device_race_against_each_other():
+    @dataclasses.dataclass(frozen=True)
+    class Choice:
+        implementation: str | None = None
+
+    class Two(Kernel[Choice, jax.Array]):
+        tune_implementations = True
+
+        def run_xla(self, x, *, cfg):
+            return x + 1
+
+        def run_cpu(self, x, *, cfg):
+            return x - 1  # fast, but not what the reference says
+
+        def reference(self, x):
+            return x + 1
+
+    kernel = Two()
+    assert kernel.candidates(kernel.bind(X)) == [Choice("cpu"), Choice("xla")]
+    executor = Executor(ConfigSelectorChain(ConfigCache(), tuner=Tuner(progress=False)))
+    assert executor(kernel, X)[0] == 2.0
+    assert executor.choose_config(kernel, X) == Choice("xla")
+    with pytest.raises(ValueError, match=r"two@v1.*'gpu'.*xla, cpu"):
+        executor(kernel, X, cfg=Choice("gpu"))
+
+
+def test_candidates_that_hang_crash_or_lie_are_survived_in_a_worker():
+    class Hanging(Sum):
+        def run(self, x, *, cfg):
+            if cfg.kind == "hangs":
+                return jax.lax.while_loop(lambda x: x[0] > 0, lambda x: x + 1e-6, x)
+            return super().run(x, cfg=cfg)
+
+    from ejkernel.ops.tuner import isolation
+
+    tuner = Tuner(progress=False, isolation="process")
+    tuner._bench = lambda arrays: isolation.WorkerBench(arrays, run_seconds=3.0)
+    outcome = tune(Hanging("zeros", "hangs", "right too"), tuner=tuner)
+    assert outcome.best.kind in ("right", "right too")
+    assert verdicts(outcome)["hangs"] is Verdict.FAILED
+    assert verdicts(outcome)["zeros"] is Verdict.WRONG
+    reason = next(trial.reason for trial in outcome.trials if trial.cfg.kind == "hangs")
+    assert "3 s" in reason
+
+
+def test_tuning_interrupted_is_a_keyboard_interrupt():
+    assert issubclass(TuningInterrupted, KeyboardInterrupt)
