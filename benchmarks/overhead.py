@@ -34,6 +34,11 @@ class Config:
 
 
 class Product(Kernel[Config, jax.Array]):
+    def run(self, a, b, *, cfg):
+        return a @ b
+
+
+class ProductWithKeyword(Kernel[Config, jax.Array]):
     def run(self, a, b, *, cfg, transpose=False):
         return product(a, b, transpose=transpose)
 
@@ -95,6 +100,7 @@ def call_cases() -> dict[str, tuple[Callable[[], Any], Callable[[], Any], float]
     tree = {f"w{i}": jnp.full((8, 8), float(i)) for i in range(24)}
     executor = Executor(ConfigSelectorChain(cache=ConfigCache(), autotune=False))
     kernel, sums, custom = Product(), TreeSum(), ProductWithGradient()
+    keyworded = ProductWithKeyword()
     plain = jax.jit(product, static_argnames="transpose")
     plain_sum = jax.jit(tree_sum)
     plain_custom = jax.jit(product_with_gradient)
@@ -104,11 +110,14 @@ def call_cases() -> dict[str, tuple[Callable[[], Any], Callable[[], Any], float]
         "executor(kernel, a, b)": (
             lambda: executor(kernel, a, b), lambda: plain_positional(a, b), 1.10,
         ),
+        "the same, a keyword unused": (
+            lambda: keyworded(a, b), lambda: plain_positional(a, b), 1.10,
+        ),
         "kernel, static keyword": (
-            lambda: kernel(a, b, transpose=True), lambda: plain(a, b, transpose=True), 1.20,
+            lambda: keyworded(a, b, transpose=True), lambda: plain(a, b, transpose=True), 1.20,
         ),
         "executor, static keyword": (
-            lambda: executor(kernel, a, b, transpose=True),
+            lambda: executor(keyworded, a, b, transpose=True),
             lambda: plain(a, b, transpose=True),
             1.20,
         ),

@@ -111,7 +111,9 @@ def ours(function: Callable[..., Any], args: tuple[Any, ...], configs: list[Any]
     return Tuner(seed=seed, progress=False).tune(work).best
 
 
-def naive(function: Callable[..., Any], args: tuple[Any, ...], configs: list[Any], seed: int) -> Any:
+def naive(
+    function: Callable[..., Any], args: tuple[Any, ...], configs: list[Any], seed: int
+) -> Any:
     times = []
     for cfg in configs:
         jitted = jax.jit(lambda *args, cfg=cfg: function(*args, cfg))
@@ -123,7 +125,9 @@ def naive(function: Callable[..., Any], args: tuple[Any, ...], configs: list[Any
     return configs[times.index(min(times))]
 
 
-def tune_jax(function: Callable[..., Any], args: tuple[Any, ...], configs: list[Any], seed: int) -> Any:
+def tune_jax(
+    function: Callable[..., Any], args: tuple[Any, ...], configs: list[Any], seed: int
+) -> Any:
     import tune_jax as peer
 
     def call(*args: Any, rows: int, columns: int) -> Any:
@@ -202,7 +206,9 @@ def main() -> None:
         print(json.dumps(rows, indent=1))
         return
     print(f"jax {jax.__version__}, Python {platform.python_version()}, {options.repeats} repeats")
-    print(f"{'case':20} {'contender':10} {'regret':>7} {'worst':>7} {'winners':>8} {'seconds':>8} {'ours/this':>10}")
+    print(
+        f"{'case':20} {'contender':10} {'regret':>7} {'worst':>7} {'winners':>8} {'seconds':>8} {'ours/this':>10}"
+    )
     for row in rows:
         print(
             f"{row['case']:20} {row['contender']:10} {row['mean regret']:7.1%} "

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.ops import Invocation, Kernel, default_executor
+from ejkernel.ops import ConfigSelectorChain, Executor, Invocation, Kernel, default_executor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1065,7 +1065,7 @@ def test_a_kernel_without_any_run_method_is_refused():
 @pytest.mark.parametrize("cfg", ["big", 3, {"size": 1}, OtherConfig(), Block])
 def test_a_config_of_the_wrong_type_is_refused_by_name(cfg):
     with pytest.raises(TypeError) as error:
-        Double()(jnp.ones(1), cfg=cfg)
+        Executor(ConfigSelectorChain(autotune=False))(Double(), jnp.ones(1), cfg=cfg)
     message = str(error.value)
     assert "double@v1" in message
     assert "cfg" in message

@@ -690,13 +690,14 @@ def test_an_unhashable_static_keyword_is_refused_by_name(value, through):
 def test_arrays_on_different_devices_are_refused_with_their_places():
     one, two = jax.devices()[:2]
     x, w = jax.device_put(X, one), jax.device_put(W, two)
-    for call in (MatMul(), functools.partial(quiet(), MatMul())):
-        with pytest.raises(ValueError) as error:
-            call(x, w)
-        message = str(error.value)
-        assert "matmul@v1" in message
-        assert f"argument 0 on {one}" in message
-        assert f"argument 1 on {two}" in message
+    with pytest.raises(ValueError) as error:
+        quiet()(MatMul(), x, w)
+    message = str(error.value)
+    assert "matmul@v1" in message
+    assert f"argument 0 on {one}" in message
+    assert f"argument 1 on {two}" in message
+    with pytest.raises(ValueError, match=r"args\[0\] of matmul.*args\[1\] of matmul"):
+        MatMul()(x, w)  # JAX's own words
 
 
 def test_a_keyword_array_on_another_device_is_refused_with_its_name():

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from ..utils.fingerprint import device_kind
 from ..utils.stable import stable_json
@@ -103,6 +102,7 @@ class Kernel(Generic[Cfg, Out]):
         chosen = name or op_id
         if chosen is not None:
             self.__dict__["_op_id"] = chosen
+            self._make_callable()  # programs and JAX's errors carry the name
         if version is not None:
             self.version = str(version)
         self._validate()
@@ -174,16 +174,6 @@ class Kernel(Generic[Cfg, Out]):
         return [self.heuristic_cfg(inv)]
 
     # --- what callers use ------------------------------------------------------------------------
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Out:
-        """Run through the default executor; `cfg=` fixes the config of this call."""
-        entry = self._default_entry
-        if kwargs:
-            return entry.with_keywords(args, kwargs)  # type: ignore[no-any-return]
-        try:
-            return entry.plain(*args)  # type: ignore[no-any-return]
-        except (TypeError, ValueError) as error:
-            return entry.after_error(error, args)  # type: ignore[no-any-return]
 
     def bind(self, *args: Any, **kwargs: Any) -> Invocation[Cfg, Out]:
         """The `Invocation` that calling the kernel with these arguments would make."""
@@ -271,16 +261,41 @@ class Kernel(Generic[Cfg, Out]):
 
     # --- the machinery behind __call__ -----------------------------------------------------------
 
-    @functools.cached_property
-    def _entries(self) -> EntryTable:
+    # `_call` is a slot: what Python finds as `Kernel.__call__` is its descriptor, which hands out
+    # the instance's own callable from C. So calling a kernel is calling that callable, with no
+    # Python in between; for a kernel without keywords it is the jitted function itself.
+    __slots__ = ("__dict__", "__weakref__", "_call", "_entries")
+
+    _entries: EntryTable
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        self = super().__new__(cls)
+        self._make_callable()
+        return self
+
+    def _make_callable(self) -> None:
         # The one place where core looks up: a kernel is callable, and calling is execution's job.
         from ..execution.entry import EntryTable
 
-        return EntryTable(self)
+        entries = EntryTable(self)
+        object.__setattr__(self, "_entries", entries)
+        object.__setattr__(self, "_call", entries[None].fastest)
 
-    @functools.cached_property
-    def _default_entry(self) -> Any:
-        return self._entries[None]
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles take along: not the ways in, which a copy makes anew."""
+        return dict(self.__dict__)
+
+    if TYPE_CHECKING:
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Out:
+            """Run through the default executor; `cfg=` fixes the config of this call."""
+            ...
+
+    else:
+        __call__ = None  # the slot's descriptor, below
+
+
+Kernel.__call__ = Kernel._call  # type: ignore[attr-defined, method-assign]
 
 
 def _give_both_names(cls: type) -> None:

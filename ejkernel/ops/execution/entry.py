@@ -1,17 +1,20 @@
-"""The way into a kernel: one jitted callable per executor, kernel and set of static keywords.
+"""The way into a kernel: one jitted callable per executor and kernel.
 
 Selection happens inside the jitted function, while JAX traces it. A warm call therefore costs what
-a jitted call costs: JAX's own cache, in C++, is the cache. Everything here that is not on that path
-exists to give a clear error.
+a jitted call costs: JAX's own cache, in C++, is the cache. JAX must be told which keywords are
+static before it sees their values, so an entry learns their names: a call that does not fit what
+was learned is caught while tracing and sorted by its values.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import jax
 
+from ..core.dispatch import defined_methods
 from ..core.partition import ARRAY, Partition, split
 from ..utils.fingerprint import is_array
 from ..utils.stable import stable_json
@@ -20,25 +23,50 @@ if TYPE_CHECKING:
     from ..core.kernel import Kernel
     from .executor import Executor
 
-# The usual types of keywords that are fixed when a program is made; looked up before anything
-# slower is asked.
-_STATIC_TYPES = frozenset({bool, int, float, complex, str, bytes, type(None)})
+
+class Unsorted(Exception):
+    """A call whose keywords are not what the entry has learned; raised while tracing it."""
 
 
 class Entry:
-    """Calls one kernel through one executor (None: the default one at the time of tracing)."""
+    """Calls one kernel through one executor (None: the default one at the time of tracing).
 
-    __slots__ = ("_by_static", "_executor", "kernel", "plain")
+    `plain` takes calls without keywords, `keyword` those with. Both may raise; `after_error` then
+    serves the call, or raises the clearest error there is.
+    """
+
+    __slots__ = ("_by_static", "_executor", "_static", "kernel", "keyword", "plain")
 
     def __init__(self, kernel: Kernel[Any, Any], executor: Executor | None) -> None:
         self.kernel = kernel
         self._executor = executor
         self._by_static: dict[Any, Any] = {}
+        self._static = frozenset({"cfg", *static_keywords(type(kernel))})
 
         def call(*args: Any) -> Any:
             return self._trace(args, {})
 
         self.plain = jax.jit(_named(call, kernel))
+        self.keyword = self._jitted_for(self._static, learned=True)
+
+    @property
+    def fastest(self) -> Any:
+        """What to call: the jitted function itself where nothing about a call is to be learned."""
+        if not takes_keywords(type(self.kernel)):
+
+            def positional(*args: Any, **kwargs: Any) -> Any:
+                return self._trace(args, kwargs)
+
+            return jax.jit(_named(positional, self.kernel), static_argnames="cfg")
+        plain = self.plain
+
+        def call(*args: Any, **kwargs: Any) -> Any:  # `self.call`, without the way through `self`
+            try:
+                return self.keyword(*args, **kwargs) if kwargs else plain(*args)
+            except Exception as error:  # noqa: BLE001  raised again, or explained, there
+                return self.after_error(error, args, kwargs)
+
+        return call
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What JAX traces: select and run, through the executor of this moment."""
@@ -58,33 +86,36 @@ class Entry:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call as a kernel is called."""
-        if kwargs:
-            return self.with_keywords(args, kwargs)
         try:
-            return self.plain(*args)
-        except (TypeError, ValueError) as error:
-            return self.after_error(error, args)
+            return self.keyword(*args, **kwargs) if kwargs else self.plain(*args)
+        except Exception as error:  # noqa: BLE001  raised again, or explained, there
+            return self.after_error(error, args, kwargs)
 
-    def with_keywords(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def sorted_by_value(self, *args: Any, **kwargs: Any) -> Any:
         """Call with keywords: those that hold arrays are traced, the others are static."""
-        if _STATIC_TYPES.issuperset(map(type, kwargs.values())):
-            static = tuple(kwargs)
-        else:
-            static = tuple(name for name, value in kwargs.items() if not holds_arrays(value))
-        jitted = self._by_static.get(static) or self._jitted_for(static)
-        try:
-            return jitted(*args, **kwargs)
-        except (TypeError, ValueError) as error:
-            return self.after_error(error, args, kwargs, static)
+        static = frozenset(name for name, value in kwargs.items() if not holds_arrays(value))
+        jitted = self._by_static.get(static)
+        if jitted is None:
+            jitted = self._by_static[static] = self._jitted_for(static)
+        return jitted(*args, **kwargs)
 
-    def _jitted_for(self, static: tuple[str, ...]) -> Any:
+    def _learn(self, kwargs: dict[str, Any]) -> None:
+        """Make `keyword` fit this call, if one set of static names can fit all calls so far."""
+        static = {name for name, value in kwargs.items() if not holds_arrays(value)}
+        if self._static & (kwargs.keys() - static):
+            self.keyword = self.sorted_by_value  # an array today, a number yesterday
+        elif not static <= self._static:
+            self._static = self._static | static
+            self.keyword = self._jitted_for(self._static, learned=True)
+
+    def _jitted_for(self, static: frozenset[str], learned: bool = False) -> Any:
         # A keyword may be called "args"; nobody calls one like this.
         def call(*ejkernel_args: Any, **kwargs: Any) -> Any:
+            if learned and any(_unsorted(value, name in static) for name, value in kwargs.items()):
+                raise Unsorted
             return self._trace(ejkernel_args, kwargs)
 
-        jitted = jax.jit(_named(call, self.kernel), static_argnames=static)
-        self._by_static[static] = jitted
-        return jitted
+        return jax.jit(_named(call, self.kernel), static_argnames=sorted(static))
 
     def compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
         """The program for these arguments, compiled; what is no data is built in."""
@@ -104,15 +135,25 @@ class Entry:
         self,
         error: Exception,
         args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None = None,
-        static: tuple[str, ...] = (),
+        kwargs: dict[str, Any],
     ) -> Any:
         """Serve a call that the fast path could not take, or raise the clearest error there is."""
-        kwargs = kwargs or {}
+        if not isinstance(error, (TypeError, ValueError, Unsorted)):
+            raise error
+        before = self.keyword
+        self._learn(kwargs)
+        if self.keyword != before:
+            try:
+                return self.keyword(*args, **kwargs)
+            except (TypeError, ValueError) as another:
+                error = another
+        elif isinstance(error, Unsorted):  # an array that looks like a number
+            return self.sorted_by_value(*args, **kwargs)
         if "cfg" in kwargs and not _is_hashable(kwargs["cfg"]):
             self.kernel.check_config(kwargs["cfg"])
-            return self.with_keywords(args, {**kwargs, "cfg": ByContent(kwargs["cfg"])})
-        refuse_unhashable(self.kernel, {name: kwargs[name] for name in static})
+            return self.call(*args, **{**kwargs, "cfg": ByContent(kwargs["cfg"])})
+        static = {name: value for name, value in kwargs.items() if not holds_arrays(value)}
+        refuse_unhashable(self.kernel, static)
         self._refuse_mixed_devices(error, args, kwargs)
         data, fixed = FixedPart.of(args, kwargs)
         if not fixed.has_leaves_jax_refuses:
@@ -236,6 +277,57 @@ def _named(function: Any, kernel: Kernel[Any, Any]) -> Any:
     """Programs, profiles and JAX's own errors show a jitted function's name."""
     function.__name__ = function.__qualname__ = kernel.op_id.replace("/", "_").replace("-", "_")
     return function
+
+
+def takes_keywords(cls: type) -> bool:
+    """True if a run method, or `prepare`, has keywords of its own, beside `cfg`."""
+    from ..core.kernel import Kernel
+
+    names = defined_methods(cls, "run", Kernel)
+    if getattr(cls, "prepare", None) is not Kernel.prepare:
+        names.append("prepare")
+    for name in names:
+        for parameter in inspect.signature(getattr(cls, name)).parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD or (
+                parameter.kind is not parameter.VAR_POSITIONAL
+                and parameter.name not in ("self", "cfg")
+                and (
+                    parameter.kind is parameter.KEYWORD_ONLY
+                    or parameter.default is not parameter.empty
+                )
+            ):
+                return True
+    return False
+
+
+def static_keywords(cls: type) -> set[str]:
+    """Keywords that run methods surely mean as static: by their default or annotation."""
+    found = set()
+    for name in defined_methods(cls, "run", object):
+        for parameter in inspect.signature(getattr(cls, name)).parameters.values():
+            if parameter.kind is parameter.KEYWORD_ONLY and (
+                type(parameter.default) in _STATIC_TYPES
+                or parameter.annotation in _STATIC_TYPES
+                or parameter.annotation in _STATIC_NAMES
+            ):
+                found.add(parameter.name)
+    return found
+
+
+_STATIC_TYPES = (bool, int, float, complex, str, bytes)
+_STATIC_NAMES = tuple(cls.__name__ for cls in _STATIC_TYPES)  # annotations may be text
+
+
+def _unsorted(value: Any, static: bool) -> bool:
+    """True for a tracer where a static value belongs, and for a number that was traced.
+
+    A traced Python number is a weakly typed scalar, or a boolean one; so may an array be, which
+    the slower path then sorts out.
+    """
+    if not isinstance(value, jax.core.Tracer):
+        return value is None and not static
+    scalar = value.ndim == 0 and (value.dtype == bool or getattr(value, "weak_type", False))
+    return static or bool(scalar)
 
 
 def holds_arrays(value: Any) -> bool:

@@ -66,15 +66,13 @@ class Executor:
     def __call__(self, kernel: Kernel[Any, O], /, *args: Any, **kwargs: Any) -> O:
         """Select a config and run; `cfg=` fixes it, other keywords go to the kernel."""
         try:
-            entry = kernel._entries[self]
-        except (AttributeError, TypeError):
-            raise _not_a_kernel(kernel) from None
-        if kwargs:
-            return entry.with_keywords(args, kwargs)  # type: ignore[no-any-return]
-        try:
-            return entry.plain(*args)  # type: ignore[no-any-return]
-        except (TypeError, ValueError) as error:
-            return entry.after_error(error, args)  # type: ignore[no-any-return]
+            if kwargs:
+                return kernel._entries[self].keyword(*args, **kwargs)  # type: ignore[no-any-return]
+            return kernel._entries[self].plain(*args)  # type: ignore[no-any-return]
+        except Exception as error:  # noqa: BLE001  raised again, or explained, there
+            if not isinstance(kernel, Kernel):
+                raise _not_a_kernel(kernel) from None
+            return kernel._entries[self].after_error(error, args, kwargs)  # type: ignore[no-any-return]
 
     def choose_config(self, kernel: Kernel[C, Any], /, *args: Any, **kwargs: Any) -> C:
         """The config that a call with these arguments runs with (it may tune, like the call)."""

@@ -28,6 +28,10 @@ class CandidateError(Exception):
     """A candidate that cannot be used; the message is the reason that is kept."""
 
 
+class BenchUnavailable(RuntimeError):
+    """Nothing can be run at all here; no candidate is to blame."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Lowered:
     """A program before compilation. Equal fingerprints mean equal programs."""

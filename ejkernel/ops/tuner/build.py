@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..utils.stable import stable_json
-from .bench import Bench, CandidateError, Function, Lowered
+from .bench import Bench, BenchUnavailable, CandidateError, Function, Lowered
 from .outcome import Trial, Verdict
 
 logger = logging.getLogger(__name__)
@@ -94,6 +94,8 @@ class Builder:
             return None
         try:
             lowered = self.bench.lower(self._make_function(cfg))
+        except BenchUnavailable:
+            raise
         except Exception as error:  # noqa: BLE001  a candidate may fail in any way: kept as data
             self._refuse(cfg, Verdict.FAILED, _reason(error))
             return None
@@ -113,6 +115,8 @@ class Builder:
                 with self._guard(cfg):
                     self.bench.run(handle)
             difference = None if self.truth is None else self.bench.compare(handle, self.truth)
+        except BenchUnavailable:
+            raise  # nobody's fault: no candidate is blamed
         except Exception as error:  # noqa: BLE001  a candidate may fail in any way: kept as data
             self._refuse(cfg, Verdict.FAILED, _reason(error))
             return None

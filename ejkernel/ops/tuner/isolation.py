@@ -30,7 +30,7 @@ from jax import export
 
 from ..utils.fingerprint import current_device
 from ..utils.stable import short_hash
-from .bench import CandidateError, Function, Lowered
+from .bench import BenchUnavailable, CandidateError, Function, Lowered
 from .judge import differs
 from .worker import ANY_CUSTOM_CALL, Blob, Channel, Disconnected, Header, describe, raw
 
@@ -61,7 +61,7 @@ class CandidateDied(CandidateError):
     """A candidate that took the worker with it, or had to be ended with it."""
 
 
-class WorkerUnavailable(RuntimeError):
+class WorkerUnavailable(BenchUnavailable):
     """No worker can be had, whatever the candidate: run in this process instead."""
 
 

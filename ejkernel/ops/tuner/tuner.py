@@ -13,7 +13,7 @@ import jax
 
 from ..core.partition import split
 from ..utils.stable import stable_json
-from .bench import Bench, Function, LocalBench
+from .bench import Bench, BenchUnavailable, Function, LocalBench
 from .build import Builder
 from .clock import Stopwatch, typical
 from .effort import Budget, Effort, effort_of
@@ -197,6 +197,8 @@ class _Session:
                 self._search(fresh)
             else:
                 self._race_all(fresh)
+        except BenchUnavailable as error:
+            raise TuningFailed(f"{work.name}: candidates cannot be run: {error}") from error
         except KeyboardInterrupt:
             raise TuningInterrupted(self._outcome("interrupted", strict=False)) from None
         finally:
@@ -270,9 +272,9 @@ class _Session:
             on_round=self.progress.round,
             stop=long_enough,
         )
+        # Before it runs: if it is interrupted, what was measured is here.
+        self.samples.update(zip(keys, race.samples, strict=True))
         winner = race.run()
-        for key, samples in zip(keys, race.samples, strict=True):
-            self.samples[key] = samples
         self.sure = race.sure
         self._winner = keys[winner]
 
