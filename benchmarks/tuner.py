@@ -56,7 +56,7 @@ def matmul(a: jax.Array, b: jax.Array, cfg: Blocks) -> jax.Array:
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, cfg: Blocks) -> jax.Array:
     """Chunked attention over (heads, length, dim): query blocks by key blocks, online softmax."""
-    heads, length, dim = q.shape
+    heads, _, dim = q.shape
 
     def one(block: jax.Array) -> jax.Array:
         def step(state: Any, xs: Any) -> Any:
@@ -206,9 +206,8 @@ def main() -> None:
         print(json.dumps(rows, indent=1))
         return
     print(f"jax {jax.__version__}, Python {platform.python_version()}, {options.repeats} repeats")
-    print(
-        f"{'case':20} {'contender':10} {'regret':>7} {'worst':>7} {'winners':>8} {'seconds':>8} {'ours/this':>10}"
-    )
+    names = ("case", "contender", "regret", "worst", "winners", "seconds", "ours/this")
+    print("{:20} {:10} {:>7} {:>7} {:>8} {:>8} {:>10}".format(*names))
     for row in rows:
         print(
             f"{row['case']:20} {row['contender']:10} {row['mean regret']:7.1%} "
