@@ -44,8 +44,8 @@ class Sum(Kernel[How, jax.Array]):
         if cfg.kind == "raises":
             raise ValueError("no such block")
         if cfg.kind == "terabyte":
-            # The barrier keeps the compiler from seeing that one element is enough.
-            return x + 1 + 0 * jax.lax.optimization_barrier(jnp.zeros(2**38) + x[0])[1]
+            wide = jnp.ones(2**19) * x[0]
+            return x + 1 + 0 * (jnp.outer(wide, wide) @ wide)[0]
         results = {
             "right": lambda: x + 1,
             "right too": lambda: x + jnp.ones_like(x) * jnp.float32(cfg.step),

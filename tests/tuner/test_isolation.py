@@ -18,15 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.ops.tuner import isolation
+from ejkernel.ops.tuner import isolation, process
 from ejkernel.ops.tuner.bench import CandidateError, LocalBench
-from ejkernel.ops.tuner.isolation import (
-    CandidateDied,
-    WorkerBench,
-    WorkerUnavailable,
-    stop_worker,
-    worker_pid,
-)
+from ejkernel.ops.tuner.isolation import CandidateDied, WorkerBench
+from ejkernel.ops.tuner.process import WorkerUnavailable, stop_worker, worker_pid
 
 ROOT = pathlib.Path(isolation.__file__).parents[3]
 X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
@@ -281,7 +276,7 @@ def test_an_interrupted_request_does_not_confuse_the_next(bench, monkeypatch):
 def test_no_worker_at_all_is_not_a_candidates_fault(bench, monkeypatch):
     lowered = bench.lower(double)
     stop_worker()
-    monkeypatch.setattr(isolation, "_PROGRAM", "import sys; sys.exit('no such thing here')")
+    monkeypatch.setattr(process, "_PROGRAM", "import sys; sys.exit('no such thing here')")
     with pytest.raises(WorkerUnavailable, match=r"code 1.*no such thing here"):
         bench.compile(lowered)
     monkeypatch.undo()
@@ -336,7 +331,8 @@ def start_program(body, **environment):
         """
         import jax, numpy as np, os, sys, time
         from ejkernel.ops.tuner import isolation
-        from ejkernel.ops.tuner.isolation import WorkerBench, worker_pid
+        from ejkernel.ops.tuner.isolation import WorkerBench
+        from ejkernel.ops.tuner.process import worker_pid
         bench = WorkerBench([np.ones((8, 8), np.float32)], run_seconds=60)
         double = bench.compile(bench.lower(lambda x: x * 2))
         """
@@ -383,7 +379,7 @@ def test_stray_output_and_forks_do_no_harm():
         before = worker_pid()
         assert bench.compare(double, double) is None
         assert worker_pid() == before
-        print("fine", os.fstat(isolation._SHARED.process._log).st_size)
+        print("fine", os.fstat(isolation.SHARED.process._log).st_size)
         """,
         XLA_FLAGS="--xla_dump_to=-",
     )

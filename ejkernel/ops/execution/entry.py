@@ -324,10 +324,14 @@ def _unsorted(value: Any, static: bool) -> bool:
     A traced Python number is a weakly typed scalar, or a boolean one; so may an array be, which
     the slower path then sorts out.
     """
-    if not isinstance(value, jax.core.Tracer):
-        return value is None and not static
-    scalar = value.ndim == 0 and (value.dtype == bool or getattr(value, "weak_type", False))
-    return static or bool(scalar)
+    if static:
+        return isinstance(value, jax.core.Tracer)
+    leaves = jax.tree.leaves(value)
+    return not leaves or any(map(_may_be_a_number, leaves))
+
+
+def _may_be_a_number(leaf: Any) -> bool:
+    return leaf.ndim == 0 and bool(leaf.dtype == bool or getattr(leaf, "weak_type", False))
 
 
 def holds_arrays(value: Any) -> bool:

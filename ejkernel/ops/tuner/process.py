@@ -1,0 +1,204 @@
+"""The worker process and its keeper: started when needed, one for all benches, killed at will."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+
+from .bench import BenchUnavailable
+from .worker import Blob, Channel, Disconnected, Header
+
+START_SECONDS = 120.0  # importing JAX takes seconds, on a busy machine many
+_LONGEST_LOG = 1 << 20
+# As `python -m` would, but with this process' import path: it may have been extended by hand.
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "from ejkernel.ops.tuner.worker import main; main()"
+)
+
+
+class WorkerUnavailable(BenchUnavailable):
+    """No worker can be had, whatever the candidate: run in this process instead."""
+
+
+class WorkerLost(Exception):
+    """The worker ended; `started` says whether it had begun with the request."""
+
+    def __init__(self, how: str, started: bool) -> None:
+        super().__init__(how)
+        self.started = started
+
+
+class Process:
+    """One worker process."""
+
+    def __init__(self) -> None:
+        if os.name != "posix" or not sys.executable:
+            raise WorkerUnavailable("workers need POSIX pipes and a Python executable")
+        self._log = _unnamed_file()
+        requests, replies = os.pipe(), os.pipe()
+        path = json.dumps([str(folder) for folder in sys.path])
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, path, str(requests[0]), str(replies[1])],
+                pass_fds=(requests[0], replies[1]),
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                start_new_session=True,  # Ctrl-C is the parent's affair
+            )
+        finally:
+            os.close(requests[0])
+            os.close(replies[1])
+        self.pid = self._process.pid
+        self._channel = Channel(replies[0], requests[1])
+        self._closed = False
+
+    def ask(
+        self, header: Header, blobs: Sequence[Blob], seconds: float, doing: str
+    ) -> tuple[Header, list[bytearray]]:
+        """Send a request and wait for its answer. Raises `WorkerLost`, and is then of no use."""
+        try:
+            return self._converse(header, blobs, seconds, doing)
+        except BaseException:
+            self.kill()  # also after Ctrl-C: half a conversation cannot be taken up again
+            raise
+
+    def _converse(
+        self, header: Header, blobs: Sequence[Blob], seconds: float, doing: str
+    ) -> tuple[Header, list[bytearray]]:
+        started = False
+        if os.fstat(self._log).st_size > _LONGEST_LOG:
+            os.ftruncate(self._log, 0)
+        logged = os.fstat(self._log).st_size
+        try:
+            self._channel.send(header, blobs, START_SECONDS)
+            self._channel.receive(START_SECONDS)
+            started = True
+            return self._channel.receive(seconds)
+        except Disconnected:
+            how = f"{self._end()} while {doing} it{self._last_words(logged)}"
+            raise WorkerLost(how, started) from None
+        except TimeoutError:
+            if started:
+                how = f"still {doing} after {seconds:g} s; the worker was killed"
+            else:
+                how = f"the worker did not respond for {START_SECONDS:g} s and was killed"
+            raise WorkerLost(how, started) from None
+
+    def alive(self) -> bool:
+        """Is it still there?"""
+        return not self._closed and self._process.poll() is None
+
+    def kill(self) -> None:
+        """End it now."""
+        self._process.kill()
+        self._process.wait()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close this process' ends of the pipes, once."""
+        if not self._closed:
+            self._closed = True
+            self._channel.close()
+            os.close(self._log)
+
+    def _end(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=10)
+        code = self._process.poll()
+        if code is None:
+            return "the worker closed its pipe"
+        if code >= 0:
+            return f"the worker exited with code {code}"
+        name = signal.Signals(-code).name
+        hint = " (out of memory?)" if name == "SIGKILL" else ""
+        return f"the worker was killed by {name}{hint}"
+
+    def _last_words(self, logged: int) -> str:
+        size = os.fstat(self._log).st_size
+        start = max(logged, size - 2000)
+        lines = os.pread(self._log, size - start, start).decode(errors="replace").split("\n")
+        words = [line.strip() for line in lines if line.strip()]
+        return f"; its last words: {words[-1][:300]}" if words else ""
+
+
+def _unnamed_file() -> int:
+    """A file for what a worker prints, without a name: it goes when the processes do."""
+    created, name = tempfile.mkstemp(prefix="ejkernel-worker-")
+    os.close(created)
+    descriptor = os.open(name, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+    os.unlink(name)
+    return descriptor
+
+
+class Shared:
+    """The worker of this process: started when needed, used by one request at a time."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.generation = 0  # counts workers: what an earlier one was told, a new one was not
+        # What the worker may free: (what, bench, handle). It is told with the next request, so that
+        # a finalizer, which may run anywhere, only has to append.
+        self.garbage: list[tuple[str, int, int]] = []
+        self.process: Process | None = None
+        self._settings: Header | None = None
+
+    def ensure(self, settings: Header) -> None:
+        """Have a worker that runs, with these settings. Hold the lock."""
+        if self.process is None or not self.process.alive():
+            self.stop()
+            self.process = Process()
+            self.generation += 1
+            self._settings = None
+        if self._settings != settings:
+            answer, _ = self.ask({"do": "configure", **settings}, (), START_SECONDS, "starting")
+            if "error" in answer:
+                raise WorkerUnavailable(f"the worker cannot be set up: {answer['error']}")
+            self._settings = settings
+
+    def ask(
+        self, header: Header, blobs: Sequence[Blob], seconds: float, doing: str
+    ) -> tuple[Header, list[bytearray]]:
+        """Ask the worker that `ensure` found."""
+        assert self.process is not None
+        garbage = [self.garbage.pop() for _ in range(len(self.garbage))]
+        return self.process.ask({**header, "garbage": garbage}, blobs, seconds, doing)
+
+    def stop(self) -> None:
+        """End the worker, if there is one."""
+        if self.process is not None:
+            self.process.kill()
+            self.process = None
+
+    def forget_in_fork(self) -> None:
+        """A forked child has no worker: the one it sees is its parent's."""
+        if self.process is not None:
+            self.process.abandon()
+        self.__init__()  # type: ignore[misc]  # the lock too: who held it is not here
+
+
+SHARED = Shared()
+atexit.register(SHARED.stop)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=SHARED.forget_in_fork)
+
+
+def worker_pid() -> int | None:
+    """The process id of the worker, if one runs."""
+    process = SHARED.process
+    return process.pid if process is not None and process.alive() else None
+
+
+def stop_worker() -> None:
+    """End the worker, if one runs; the next request of any bench starts another."""
+    with SHARED.lock:
+        SHARED.stop()
