@@ -31,7 +31,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops.tuner.clock import typical
-from ejkernel.ops.tuner.tuner import Tuner, Work
+from ejkernel.ops.tuner.tuner import Tuner
+from ejkernel.ops.tuner.work import Work
 
 
 @dataclasses.dataclass(frozen=True)

@@ -290,3 +290,16 @@ def test_candidates_that_hang_crash_or_lie_are_survived_in_a_worker():
 
 def test_tuning_interrupted_is_a_keyboard_interrupt():
     assert issubclass(TuningInterrupted, KeyboardInterrupt)
+
+
+def test_a_candidate_that_is_added_later_is_checked_too(tmp_path):
+    store, kernel = PersistentCache(tmp_path), Sum()
+
+    def tuned():
+        tuner = Tuner(progress=False)
+        selector = ConfigSelectorChain(ConfigCache(), tuner=tuner, persistent=store)
+        return selector.known_or_tuned(kernel.bind(X), kernel).about
+
+    tuned()
+    kernel.kinds = ("zeros",)
+    assert verdicts(tuned())["zeros"] is Verdict.WRONG

@@ -19,7 +19,8 @@ from ..utils.fingerprint import is_array
 from .bench import CandidateError
 from .inputs import outside_trace, random_like, realistic_inputs
 from .outcome import Outcome, TuningFailed, known_trials
-from .tuner import Tuner, Work
+from .tuner import Tuner
+from .work import Work
 
 if TYPE_CHECKING:
     from ..config.tiers import Request

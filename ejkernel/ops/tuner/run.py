@@ -1,0 +1,254 @@
+"""One run of a tuner over one work: build, race or search, and the outcome."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..utils.stable import stable_json
+from .bench import Bench, BenchUnavailable
+from .build import Builder
+from .clock import typical
+from .effort import Budget
+from .outcome import Outcome, Trial, TuningFailed, TuningInterrupted, Verdict
+from .progress import Progress
+from .race import Race, compare
+from .work import Work
+
+if TYPE_CHECKING:
+    from .tuner import Tuner
+
+RACE_AT_MOST = 64  # a longer list of candidates is searched instead of raced, unless told otherwise
+
+
+class Run:
+    """One run of the tuner over one work: what was built, measured and refused so far."""
+
+    def __init__(self, tuner: Tuner, work: Work, bench: Bench, progress: Progress) -> None:
+        self.tuner = tuner
+        self.work = work
+        self.bench = bench
+        self.progress = progress
+        self.budget = Budget(tuner.seconds, tuner.evaluations)
+        self.builder = Builder(
+            bench, work.make_function, reasons_against=work.reasons_against, guard=work.guard
+        )
+        self._racing_seconds: float | None = None  # most time for the race
+        self.handles: dict[str, Any] = {}
+        self.samples: dict[str, list[float]] = {}
+        self.sure = False
+
+    def run(self) -> Outcome[Any]:
+        work = self.work
+        fresh = [cfg for cfg in self._favourite_first() if stable_json(cfg) not in work.known]
+        if fresh:
+            self._find_the_truth()
+        try:
+            if len(fresh) > RACE_AT_MOST and self.tuner.strategy != "exhaustive":
+                self._search(fresh)
+            else:
+                self._race_all(fresh)
+        except BenchUnavailable as error:
+            raise TuningFailed(f"{work.name}: candidates cannot be run: {error}") from error
+        except KeyboardInterrupt:
+            raise TuningInterrupted(self._outcome("interrupted", strict=False)) from None
+        finally:
+            self.tuner.compilations += self.builder.compilations
+        outcome = self._outcome(self.budget.exhausted or "")
+        assert outcome is not None
+        return outcome
+
+    def _find_the_truth(self) -> None:
+        """Have something to compare with; a favourite that is yet to be built will be it."""
+        truth = self.work.reference
+        if truth is None and self._favourite_key in self.work.known:
+            truth = self.work.make_function(self.work.favourite)
+        if truth is None:
+            return
+        try:
+            self.builder.use_as_truth(truth)
+        except Exception as error:
+            raise TuningFailed(
+                f"{self.work.name}: the reference itself failed, so nothing can be checked: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def _favourite_first(self) -> list[Any]:
+        """The favourite first: without a reference its output is what the others must equal."""
+        favourite = self._favourite_key
+        return sorted(self.work.candidates, key=lambda cfg: stable_json(cfg) != favourite)
+
+    @property
+    def _favourite_key(self) -> str | None:
+        return None if self.work.favourite is None else stable_json(self.work.favourite)
+
+    # --- all of them -----------------------------------------------------------------------------
+
+    def _race_all(self, configs: list[Any]) -> None:
+        start = time.monotonic()
+        self._build(configs)
+        self._racing_seconds = self.tuner.effort.share_of_build * (time.monotonic() - start)
+        if self.handles:
+            self._race(list(self.handles), self.tuner.effort.rounds)
+
+    def _build(self, configs: Sequence[Any]) -> None:
+        self.progress.building(len(configs))
+        for cfg, handle in self.builder.build(configs):
+            key = stable_json(cfg)
+            if self.builder.truth is None and key == self._favourite_key:
+                self.builder.truth = handle
+            self.bench.warm_up(handle, self.tuner.warmup)
+            self.handles[key] = handle
+            self.samples.setdefault(key, [])
+            self.progress.built(cfg)
+            self.budget.spend()
+            if self.budget.exhausted:
+                break
+
+    def _race(self, keys: list[str], rounds: int) -> None:
+        favourite = self._favourite_key
+        self.progress.racing(len(keys), rounds)
+        start, least = time.monotonic(), 2 * self.tuner.iters
+
+        def long_enough() -> bool:
+            if self._out_of_time():
+                return True
+            limit = self._racing_seconds
+            done = max(len(samples) for samples in race.samples)
+            return limit is not None and done >= least and time.monotonic() - start > limit
+
+        race = Race(
+            [functools.partial(self._sample, key) for key in keys],
+            screening=self.tuner.iters,
+            rounds=max(rounds, self.tuner.iters),
+            favourite=keys.index(favourite) if favourite in keys else None,
+            margin=self.tuner.effort.margin,
+            seed=self.tuner.seed,
+            on_round=self.progress.round,
+            stop=long_enough,
+        )
+        # Before it runs: if it is interrupted, what was measured is here.
+        self.samples.update(zip(keys, race.samples, strict=True))
+        winner = race.run()
+        self.sure = race.sure
+        self._winner = keys[winner]
+
+    def _sample(self, key: str) -> float:
+        return self.bench.sample(self.handles[key])
+
+    def _out_of_time(self) -> bool:
+        return self.tuner.seconds is not None and self.budget.exhausted is not None
+
+    # --- a large space ---------------------------------------------------------------------------
+
+    def _search(self, configs: list[Any]) -> None:
+        from .search import Candidates, strategy_of
+
+        tuner, effort = self.tuner, self.tuner.effort
+        strategy = strategy_of(tuner.strategy, seed=tuner.seed)
+        candidates = Candidates(configs)
+        limit = min(effort.most_evaluations, max(24, round(effort.share_of_space * len(configs))))
+        if tuner.evaluations is not None:
+            limit = min(limit, tuner.evaluations)
+        history: dict[int, float | None] = {}
+        self.progress.building(limit)
+        while len(history) < min(limit, len(configs)) and not self.budget.exhausted:
+            proposed = strategy.propose(candidates, history, min(4, limit - len(history)))
+            if not proposed:
+                break
+            self._evaluate([configs[index] for index in proposed])
+            for index in proposed:
+                samples = self.samples.get(stable_json(configs[index]))
+                history[index] = typical(samples) if samples else None
+        best = sorted(
+            (key for key, taken in self.samples.items() if taken),
+            key=lambda key: typical(self.samples[key]),
+        )[: effort.finalists]
+        favourite = self._favourite_key
+        if favourite in self.handles and favourite not in best:
+            best.append(favourite)
+        if best:
+            self._race(best, effort.rounds)
+
+    def _evaluate(self, configs: list[Any]) -> None:
+        """A first impression of some candidates, in the machine's speed of the favourite's time."""
+        before = set(self.handles)
+        self._build(configs)
+        for key in [key for key in self.handles if key not in before]:
+            self.samples[key] = [self._sample(key) for _ in range(self.tuner.iters)]
+
+    # --- the result ------------------------------------------------------------------------------
+
+    def _outcome(self, incomplete: str, *, strict: bool = True) -> Outcome[Any] | None:
+        work = self.work
+        trials = [self._trial(cfg) for cfg in work.candidates]
+        measured = {
+            stable_json(trial.cfg): trial for trial in trials if trial.verdict is Verdict.MEASURED
+        }
+        if not measured:
+            if strict:
+                raise TuningFailed(_all_failed(work.name, trials))
+            return None
+        best = self._best(measured)
+        return Outcome(
+            best=best.cfg,
+            trials=tuple(trials),
+            heuristic=work.favourite,
+            measured=work.measured,
+            notes=work.notes,
+            sure=self.sure,
+            incomplete=incomplete if self._unfinished(trials) or not strict else "",
+        )
+
+    def _unfinished(self, trials: list[Trial[Any]]) -> bool:
+        searched = len(trials) > RACE_AT_MOST and self.tuner.strategy != "exhaustive"
+        tried = [trial for trial in trials if trial.verdict is not Verdict.NOT_TRIED]
+        return self._out_of_time() or (len(tried) < len(trials) and not searched)
+
+    def _best(self, measured: dict[str, Trial[Any]]) -> Trial[Any]:
+        """The race's winner; against what earlier runs measured, the faster by more than noise."""
+        winner = measured.get(getattr(self, "_winner", ""))
+        earlier = [trial for key, trial in measured.items() if not self.samples.get(key)]
+        if winner is None:
+            fastest = min(measured.values(), key=lambda trial: trial.seconds or 0.0)
+            favourite = measured.get(self._favourite_key or "")
+            return fastest if favourite is None else _faster(fastest, favourite)
+        for trial in sorted(earlier, key=lambda trial: trial.seconds or 0.0)[:1]:
+            winner = _faster(winner, trial)
+        return winner
+
+    def _trial(self, cfg: Any) -> Trial[Any]:
+        key = stable_json(cfg)
+        samples = self.samples.get(key)
+        if samples:
+            return Trial(cfg, Verdict.MEASURED, typical(samples), tuple(samples))
+        if key in self.builder.twins:  # the same program takes the same time
+            taken = self.samples.get(self.builder.twins[key])
+            seconds = typical(taken) if taken else None
+            return dataclasses.replace(self.builder.refused[key], seconds=seconds)
+        if key in self.builder.refused:
+            return self.builder.refused[key]
+        if key in self.work.known:
+            return self.work.known[key]
+        return Trial(cfg, Verdict.NOT_TRIED, reason=self.budget.exhausted or "not proposed")
+
+
+def _faster(challenger: Trial[Any], holder: Trial[Any]) -> Trial[Any]:
+    """The challenger if it beats the holder by more than the noise of both, else the holder."""
+    if challenger is holder:
+        return holder
+    if challenger.samples and holder.samples:
+        gain, error = compare(
+            sorted(holder.samples)[: len(challenger.samples)],
+            sorted(challenger.samples)[: len(holder.samples)],
+        )
+        return challenger if gain > max(0.01, error) else holder
+    return challenger if (challenger.seconds or 0.0) < 0.99 * (holder.seconds or 0.0) else holder
+
+
+def _all_failed(name: str, trials: list[Trial[Any]]) -> str:
+    lines = [f"  {trial.cfg}: {trial.verdict.value}: {trial.reason}" for trial in trials]
+    return f"{name}: none of the {len(lines)} candidates can be used:\n" + "\n".join(lines)
