@@ -3,6 +3,8 @@
 >>> from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor, Kernel
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .config import (
     AutotunePolicy,
     ConfigCache,
@@ -30,7 +32,6 @@ from .execution import (
     vmap_with_config,
 )
 from .registry import clear_invocations, get_invocations, record_invocation
-from .tuner.tuner import Tuner
 from .utils import (
     LABEL_PREFIXES,
     LABEL_RE,
@@ -51,6 +52,9 @@ from .utils import (
     stable_json,
     to_json,
 )
+
+if TYPE_CHECKING:
+    from .tuner.tuner import Tuner
 
 __all__ = [
     "LABEL_PREFIXES",
@@ -103,3 +107,11 @@ __all__ = [
     "to_json",
     "vmap_with_config",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Tuner":  # the measuring parts are loaded when something is measured
+        from .tuner.tuner import Tuner
+
+        return Tuner
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -111,7 +111,9 @@ class LocalBench:
         return LocalHandle(compiled, Stopwatch(lambda: compiled(self._arrays), self._timer))
 
     def run(self, handle: LocalHandle) -> None:
+        start = self._timer()
         handle.output = jax.block_until_ready(handle.compiled(self._arrays))
+        handle.watch.ran_for(self._timer() - start)
 
     def compare(self, handle: LocalHandle, truth: LocalHandle) -> str | None:
         return differs(handle.output, truth.output)

@@ -24,10 +24,17 @@ class Stopwatch:
         self._function = function
         self._timer = timer
         self._calls = 1
+        self._known_long = False
         self._shortest_sample = shortest_sample
+
+    def ran_for(self, seconds: float) -> None:
+        """It was run once already, for so long; a long run needs no further one to learn from."""
+        self._known_long = seconds > 4 * self._shortest_sample
 
     def warm_up(self, times: int) -> None:
         """Run it, and learn how many calls make a sample."""
+        if self._known_long and times <= 1:
+            return
         for _ in range(max(times, 1)):
             once = self._time(1)
         self._calls = max(1, math.ceil(self._shortest_sample / max(once, 1e-9)))
