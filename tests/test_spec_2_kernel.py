@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import functools
+import pickle
 import types
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -1216,3 +1218,10 @@ def test_an_error_inside_run_reaches_the_caller_unchanged():
     for call in (Broken(), jax.jit(Broken())):
         with pytest.raises(ZeroDivisionError, match="inside run"):
             call(jnp.ones(1))
+
+
+def test_kernels_can_be_copied_and_pickled():
+    kernel = Double("copied", version="7")
+    for twin in (copy.copy(kernel), copy.deepcopy(kernel), pickle.loads(pickle.dumps(kernel))):
+        assert twin.full_op_id == "copied@v7"
+        assert twin(jnp.ones(3)).tolist() == kernel(jnp.ones(3)).tolist()
