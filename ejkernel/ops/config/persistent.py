@@ -133,22 +133,24 @@ class PersistentCache:
         as plain data otherwise.
         """
         entry = self.entry(as_key(parts, "get"))
-        return None if entry is None else self._rebuild(entry, loaded_type(entry["config_type"]))
+        return None if entry is None else self.rebuild(entry)
 
     def get_as(self, key: ConfigKey, config_type: Any) -> Any:
         """The config of a key as `config_type` (any type if None), or None."""
         entry = self.entry(key)
-        if entry is None:
-            return None
-        return self._rebuild(entry, config_type or loaded_type(entry["config_type"]))
+        return None if entry is None else self.rebuild(entry, config_type)
 
     def entry(self, key: Any) -> dict[str, Any] | None:
         """Everything kept under a key, as plain data, or None."""
         return self._read(self._file(key))
 
-    def _rebuild(self, entry: Mapping[str, Any], config_type: Any) -> Any:
+    def rebuild(self, entry: Mapping[str, Any], config_type: Any = None) -> Any:
+        """The config of what `entry` gave, as `config_type`; None, with a warning, if it cannot be.
+
+        Without a type it is the class it was written from, if that is loaded, else plain data.
+        """
         try:
-            return from_plain(entry["config"], config_type)
+            return from_plain(entry["config"], config_type or loaded_type(entry["config_type"]))
         except (TypeError, ValueError) as error:
             self._warn(
                 f"{entry['key']}",

@@ -137,16 +137,7 @@ class ConfigSelectorChain:
     def decide(self, inv: Invocation[C, O], kernel: Kernel[C, O]) -> Decision[C]:
         """The config for an invocation, with its reasons."""
         if inv.kernel is None:
-            inv = Invocation(
-                op_id=inv.op_id,
-                args=inv.args,
-                kwargs=inv.kwargs,
-                kernel=kernel,
-                batch_axes=inv.batch_axes,
-                override_cfg=inv.override_cfg,
-                stamp=inv.stamp,
-                metadata=inv.metadata,
-            )
+            inv = dataclasses.replace(inv, kernel=kernel)
         request = self._request(inv, kernel)
         passed: list[Passed] = []
         for tier in self._tiers(request.policy):

@@ -121,13 +121,13 @@ class PersistentTier:
     def look(self, request: Request) -> Found | str:
         if self.store is None:
             return "no persistent cache is set"
-        cfg = self.store.get_as(request.key, request.kernel.config_type)
-        if cfg is None:
+        entry = self.store.entry(request.key)
+        cfg = None if entry is None else self.store.rebuild(entry, request.kernel.config_type)
+        if entry is None or cfg is None:
             return f"nothing for this call in {self.store.path}"
         request.kernel.check_config(cfg, "the store holds")
         self.cache.put_quietly(request.key, cfg)
         request.emit("cache_hit", level="persistent", cfg=cfg)
-        entry = self.store.entry(request.key) or {}
         about = entry.get("about", {})
         return Found(cfg, f"stored{_when(about)} in {self.store.path}", about)
 

@@ -29,7 +29,6 @@ class Builder:
       bench: where programs run.
       make_function: gives the function of a config.
       reasons_against: why a config is not supported, if so.
-      truth: a handle whose output is the truth; None until there is one.
       guard: entered around the first run of a candidate (a crash journal).
       threads: how many programs are compiled at the same time.
     """
@@ -55,7 +54,6 @@ class Builder:
         self._guard = guard
         self._threads = threads or max(1, min(os.cpu_count() or 1, 8))
         self._first_with: dict[str, Any] = {}  # program fingerprint -> config
-        self._pool: concurrent.futures.ThreadPoolExecutor | None = None
 
     def build(self, configs: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
         """Yield each usable config with its handle; the others are in `refused` afterwards."""
