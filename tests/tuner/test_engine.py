@@ -7,6 +7,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from ejkernel.ops import (
@@ -269,23 +270,39 @@ def test_implementations_of_one_device_race_against_each_other():
         executor(kernel, X, cfg=Choice("gpu"))
 
 
-def test_candidates_that_hang_crash_or_lie_are_survived_in_a_worker():
-    class Hanging(Sum):
-        def run(self, x, *, cfg):
-            if cfg.kind == "hangs":
-                return jax.lax.while_loop(lambda x: x[0] > 0, lambda x: x + 1e-6, x)
-            return super().run(x, cfg=cfg)
+class Hostile(Sum):
+    """Some candidates do harm to the process that runs them."""
 
+    def run(self, x, *, cfg):
+        if cfg.kind == "hangs":
+            return jax.lax.while_loop(lambda x: x[0] > 0, lambda x: x + 1e-6, x)
+        if cfg.kind == "aborts":  # XLA's gate to Python, with the number of no callback
+            shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+            call = jax.ffi.ffi_call("xla_ffi_python_cpu_callback", shape)
+            return call(x, index=np.uint64(10**6))
+        return super().run(x, cfg=cfg)
+
+
+def test_every_kind_of_hostile_candidate_in_one_run_is_survived_by_a_worker():
     from ejkernel.ops.tuner import isolation
 
     tuner = Tuner(progress=False, isolation="process")
     tuner._bench = lambda arrays: isolation.WorkerBench(arrays, run_seconds=3.0)
-    outcome = tune(Hanging("zeros", "hangs", "right too"), tuner=tuner)
+    kinds = ("zeros", "nan", "raises", "hangs", "aborts", "terabyte", "shape", "right too")
+    outcome = tune(Hostile(*kinds), tuner=tuner)
     assert outcome.best.kind in ("right", "right too")
-    assert verdicts(outcome)["hangs"] is Verdict.FAILED
-    assert verdicts(outcome)["zeros"] is Verdict.WRONG
-    reason = next(trial.reason for trial in outcome.trials if trial.cfg.kind == "hangs")
-    assert "3 s" in reason
+    found = verdicts(outcome)
+    wrong = {kind for kind, verdict in found.items() if verdict is Verdict.WRONG}
+    assert wrong == {"zeros", "nan", "shape"}
+    failed = {kind for kind, verdict in found.items() if verdict is Verdict.FAILED}
+    assert failed == {"raises", "hangs", "aborts", "terabyte"}
+    reasons = {trial.cfg.kind: trial.reason for trial in outcome.trials}
+    assert "3 s" in reasons["hangs"]
+    assert "SIG" in reasons["aborts"]
+    assert "TiB" in reasons["terabyte"]
+    assert "NaN" in reasons["nan"]
+    assert "no such block" in reasons["raises"]
+    assert all(reason in outcome.explain() for reason in reasons.values())
 
 
 def test_tuning_interrupted_is_a_keyboard_interrupt():

@@ -10,10 +10,12 @@ import pathlib
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from ejkernel.ops.tuner import journal as journal_module
+from ejkernel.ops.tuner import session
 from ejkernel.ops.tuner.journal import Culprit, Journal, default_folder
 
 ROOT = pathlib.Path(journal_module.__file__).parents[3]
@@ -212,3 +214,16 @@ def test_many_processes_at_once(tmp_path):
 
 def test_a_culprit_is_a_plain_value():
     assert Culprit("k", "c", "now", "here", 1) == Culprit("k", "c", "now", "here", 1)
+
+
+def test_a_long_run_in_this_process_is_announced_with_what_to_do(caplog):
+    with session._saying_that_it_hangs("op key", "the config", seconds=0.05):
+        time.sleep(0.3)
+    [message] = [record.getMessage() for record in caplog.records]
+    assert "the config" in message
+    assert "op key" in message
+    assert "isolation='process'" in message
+    with session._saying_that_it_hangs("op key", "the config", seconds=0.2):
+        pass
+    time.sleep(0.3)
+    assert len(caplog.records) == 1

@@ -41,6 +41,8 @@ def result_table(result: AutotuningResult) -> str:
 
 def outcome_table(outcome: Outcome[Any]) -> str:
     """Every candidate of a tuning run with its time or its reason, the fastest first."""
+    from ..tuner.outcome import Verdict
+
     fastest = outcome.seconds(outcome.best)
 
     def row(trial: Trial[Any]) -> tuple[str, ...]:
@@ -49,6 +51,8 @@ def outcome_table(outcome: Outcome[Any]) -> str:
             marks.append("best")
         if trial.cfg == outcome.heuristic:
             marks.append("heuristic")
+        if trial.reason and trial.verdict is Verdict.MEASURED:
+            marks.append(trial.reason)
         if trial.seconds is None:
             return (brief(trial.cfg), trial.verdict.value, "", "", trial.reason)
         ratio = f"{trial.seconds / fastest:.3f}" if fastest else "-"

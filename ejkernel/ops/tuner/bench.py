@@ -12,13 +12,14 @@ import itertools
 import re
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 
 from ..utils.stable import short_hash
 from .clock import Stopwatch
-from .judge import differs
+from .device_time import DeviceTime, has_device_time
+from .judge import Wavering, differs, wavers
 from .memory import available_bytes, readable_bytes
 
 Function = Callable[..., Any]
@@ -40,8 +41,16 @@ class Lowered:
     program: Any
 
 
+Clock = Literal["auto", "device", "wall"]
+
+
 class Bench(Protocol):
     """Compiles, runs, compares and times programs for one set of inputs."""
+
+    @property
+    def clock(self) -> str:
+        """Whose seconds `sample` gives: `"device"` or `"wall"`."""
+        ...
 
     def lower(self, function: Function) -> Lowered:
         """Trace a function of the inputs into a program."""
@@ -67,6 +76,13 @@ class Bench(Protocol):
         """Seconds per call, from one sample."""
         ...
 
+    def repeats(self, handle: Any) -> Wavering | None:
+        """How the output of the latest run differs from the one that `run` kept, or None.
+
+        The latest run is the last one that was timed; without one, it is run again. Asked once.
+        """
+        ...
+
     def forget(self, handle: Any) -> None:
         """Free what a handle holds."""
         ...
@@ -87,11 +103,24 @@ class LocalBench:
     Args:
       arrays: the inputs, in the order in which functions take them.
       timer: a clock in seconds.
+      clock: `"device"` takes the profiler's word for how long the device worked, if it has one,
+        else the wall clock's; `"auto"` does so on GPU and TPU.
     """
 
-    def __init__(self, arrays: list[Any], timer: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        arrays: list[Any],
+        timer: Callable[[], float] = time.perf_counter,
+        clock: Clock = "auto",
+    ) -> None:
         self._arrays = arrays
         self._timer = timer
+        by_device = clock == "device" or (clock == "auto" and has_device_time())
+        self._device_time = DeviceTime() if by_device else None
+
+    @property
+    def clock(self) -> str:
+        return "device" if self._device_time is not None and self._device_time.works else "wall"
 
     def lower(self, function: Function) -> Lowered:
         def program(arrays: list[Any]) -> Any:
@@ -108,7 +137,12 @@ class LocalBench:
             raise CandidateError(
                 f"it needs {readable_bytes(needed)} and {readable_bytes(available)} are available"
             )
-        return LocalHandle(compiled, Stopwatch(lambda: compiled(self._arrays), self._timer))
+        watch = Stopwatch(
+            lambda: compiled(self._arrays),
+            self._timer,
+            device_time=None if self._device_time is None else self._device_time.of,
+        )
+        return LocalHandle(compiled, watch)
 
     def run(self, handle: LocalHandle) -> None:
         start = self._timer()
@@ -123,6 +157,12 @@ class LocalBench:
 
     def sample(self, handle: LocalHandle) -> float:
         return handle.watch.sample()
+
+    def repeats(self, handle: LocalHandle) -> Wavering | None:
+        again = handle.watch.take_output()
+        if again is None:
+            again = jax.block_until_ready(handle.compiled(self._arrays))
+        return wavers(handle.output, again)
 
     def forget(self, handle: LocalHandle) -> None:
         handle.output = None

@@ -30,6 +30,7 @@ class Builder:
       make_function: gives the function of a config.
       reasons_against: why a config is not supported, if so.
       guard: entered around the first run of a candidate (a crash journal).
+      on_refused: told of each candidate that cannot be used, with the reason.
       threads: how many programs are compiled at the same time.
     """
 
@@ -40,6 +41,7 @@ class Builder:
         *,
         reasons_against: Callable[[Any], Sequence[str]] | None = None,
         guard: Callable[[Any], Any] | None = None,
+        on_refused: Callable[[Trial[Any]], None] | None = None,
         threads: int | None = None,
     ) -> None:
         self.bench = bench
@@ -52,6 +54,7 @@ class Builder:
         self._make_function = make_function
         self._reasons_against = reasons_against
         self._guard = guard
+        self._on_refused = on_refused
         self._threads = threads or max(1, min(os.cpu_count() or 1, 8))
         self._first_with: dict[str, Any] = {}  # program fingerprint -> config
 
@@ -83,23 +86,30 @@ class Builder:
         """Make a function's output the truth that all candidates are compared with."""
         handle = self.bench.compile(self.bench.lower(function))
         self.bench.run(handle)
+        self.trust(handle)
+
+    def trust(self, handle: Any) -> None:
+        """Make the output of a handle the truth, which must be the same at each run."""
+        wavering = self.bench.repeats(handle)
+        if wavering is not None and not wavering.harmless:
+            raise CandidateError(f"it is not deterministic: {wavering.reason}")
         self.truth = handle
 
     def _lower(self, cfg: Any) -> Lowered | None:
         reasons = list(self._reasons_against(cfg)) if self._reasons_against is not None else []
         if reasons:
-            self._refuse(cfg, Verdict.UNSUPPORTED, "; ".join(reasons))
+            self.refuse(cfg, Verdict.UNSUPPORTED, "; ".join(reasons))
             return None
         try:
             lowered = self.bench.lower(self._make_function(cfg))
         except BenchUnavailable:
             raise
         except Exception as error:  # noqa: BLE001  a candidate may fail in any way: kept as data
-            self._refuse(cfg, Verdict.FAILED, _reason(error))
+            self.refuse(cfg, Verdict.FAILED, reason_of(error))
             return None
         twin = self._first_with.setdefault(lowered.fingerprint, cfg)
         if twin is not cfg:
-            self._refuse(cfg, Verdict.DUPLICATE, f"the same program as {twin}")
+            self.refuse(cfg, Verdict.DUPLICATE, f"the same program as {twin}")
             self.twins[stable_json(cfg)] = stable_json(twin)
             return None
         return lowered
@@ -116,20 +126,25 @@ class Builder:
         except BenchUnavailable:
             raise  # nobody's fault: no candidate is blamed
         except Exception as error:  # noqa: BLE001  a candidate may fail in any way: kept as data
-            self._refuse(cfg, Verdict.FAILED, _reason(error))
+            self.refuse(cfg, Verdict.FAILED, reason_of(error))
             return None
         if difference is not None:
-            self._refuse(cfg, Verdict.WRONG, difference)
+            self.refuse(cfg, Verdict.WRONG, difference)
             self.bench.forget(handle)
             return None
         return handle
 
-    def _refuse(self, cfg: Any, verdict: Verdict, reason: str) -> None:
+    def refuse(self, cfg: Any, verdict: Verdict, reason: str) -> None:
+        """Remember that a candidate cannot be used, and why."""
         logger.debug("candidate %s: %s: %s", cfg, verdict.value, reason)
-        self.refused[stable_json(cfg)] = Trial(cfg, verdict, reason=reason)
+        trial = Trial(cfg, verdict, reason=reason)
+        self.refused[stable_json(cfg)] = trial
+        if self._on_refused is not None:
+            self._on_refused(trial)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """An error in one line, as it is kept with a trial."""
     if isinstance(error, CandidateError):
         return str(error)
     lines = str(error).strip().splitlines() or [""]

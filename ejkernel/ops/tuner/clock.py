@@ -13,19 +13,30 @@ SHORTEST_SAMPLE = 2e-3  # seconds; shorter ones measure the machine's mood
 
 
 class Stopwatch:
-    """Measures a callable without arguments, several calls per sample if they are short."""
+    """Measures a callable without arguments, several calls per sample if they are short.
+
+    Args:
+      function: what is measured.
+      timer: a clock in seconds.
+      shortest_sample: seconds; as many calls make a sample.
+      device_time: runs a function and gives the seconds that its device was busy, if it can.
+    """
 
     def __init__(
         self,
         function: Callable[[], Any],
         timer: Callable[[], float] = time.perf_counter,
         shortest_sample: float = SHORTEST_SAMPLE,
+        device_time: Callable[[Callable[[], Any]], float | None] | None = None,
     ) -> None:
+        self._device_time = device_time
         self._function = function
         self._timer = timer
         self._calls = 1
         self._known_long = False
         self._shortest_sample = shortest_sample
+        self._keeps_output = True
+        self._output: Any = None
 
     def ran_for(self, seconds: float) -> None:
         """It was run once already, for so long; a long run needs no further one to learn from."""
@@ -41,8 +52,22 @@ class Stopwatch:
         self._calls = min(self._calls, 10_000)
 
     def sample(self) -> float:
-        """Seconds per call, from one sample."""
-        return self._time(self._calls) / self._calls
+        """Seconds per call, from one sample; the device's own if it tells them."""
+        if self._device_time is None:
+            return self._time(self._calls) / self._calls
+        wall = 0.0
+
+        def timed() -> None:
+            nonlocal wall
+            wall = self._time(self._calls)
+
+        busy = self._device_time(timed)
+        return (wall if busy is None else busy) / self._calls
+
+    def take_output(self) -> Any:
+        """What the last measured call returned, once (None: it was not called); then no more."""
+        output, self._output, self._keeps_output = self._output, None, False
+        return output
 
     def _time(self, calls: int) -> float:
         start = self._timer()
@@ -50,7 +75,10 @@ class Stopwatch:
         for _ in range(calls):
             out = self._function()
         jax.block_until_ready(out)
-        return self._timer() - start
+        seconds = self._timer() - start
+        if self._keeps_output:
+            self._output = out
+        return seconds
 
 
 def typical(samples: list[float] | tuple[float, ...]) -> float:

@@ -22,8 +22,8 @@ from jax import export
 
 from ..utils.fingerprint import current_device
 from ..utils.stable import short_hash
-from .bench import CandidateError, Function, Lowered
-from .judge import differs
+from .bench import CandidateError, Clock, Function, Lowered
+from .judge import Wavering, differs
 from .process import SHARED, START_SECONDS, WorkerLost, WorkerUnavailable, worker_pid
 from .worker import ANY_CUSTOM_CALL, Blob, Header, describe, raw
 
@@ -110,11 +110,19 @@ class WorkerBench:
       arrays: the inputs, in the order in which functions take them; all on one device.
       compile_seconds: a candidate that compiles longer is killed.
       run_seconds: a candidate that runs longer is killed.
+      clock: as `LocalBench` takes it.
     """
 
     def __init__(
-        self, arrays: list[Any], *, compile_seconds: float = 120.0, run_seconds: float = 30.0
+        self,
+        arrays: list[Any],
+        *,
+        compile_seconds: float = 120.0,
+        run_seconds: float = 30.0,
+        clock: Clock = "auto",
     ) -> None:
+        self.clock = "wall"
+        self._wanted_clock = clock
         device = _only_device(arrays)
         place = [device.platform, jax.local_devices(backend=device.platform).index(device)]
         config = {name: getattr(jax.config, name) for name in _CONFIG}
@@ -228,7 +236,18 @@ class WorkerBench:
                 self._warm_up(handle)
             return self._ask(handle, "sample", "running")
 
-        return float(self._steadily(handle, action)["seconds"])
+        answer = self._steadily(handle, action)
+        self.clock = answer["clock"]
+        return float(answer["seconds"])
+
+    def repeats(self, handle: WorkerHandle) -> Wavering | None:
+        def action() -> Header:
+            if handle.output_in != SHARED.generation:
+                self._run(handle)
+            return self._ask(handle, "repeats", "running")
+
+        answer = self._steadily(handle, action)["wavering"]
+        return None if answer is None else Wavering(**answer)
 
     def forget(self, handle: WorkerHandle) -> None:
         handle.has_run, handle.output_in = False, 0
@@ -296,6 +315,7 @@ class WorkerBench:
             "do": "inputs",
             "bench": self._number,
             "device": self._settings["device"],
+            "clock": self._wanted_clock,
             "arrays": [describe(given.values) for given in self._inputs],
         }
         blobs = [raw(given.values) for given in self._inputs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -38,6 +39,41 @@ def differs(output: Any, reference: Any) -> str | None:
             where = jax.tree_util.keystr(path)
             return f"output{where}: {reason}"
     return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Wavering:
+    """Two runs of one program on the same inputs gave different outputs.
+
+    Attributes:
+      reason: how they differ, in words.
+      harmless: the difference is within the tolerance of the dtype, as that of a sum whose order
+        changes from run to run.
+    """
+
+    reason: str
+    harmless: bool
+
+
+def wavers(first: Any, second: Any) -> Wavering | None:
+    """How the outputs of two runs of the same program differ, or None if they are equal bits."""
+    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    if all(_bits(one) == _bits(other) for one, other in pairs):
+        return None
+    difference = differs(second, first)
+    if difference is None:
+        return Wavering("two runs of it are not equal bit for bit", harmless=True)
+    # What `differs` calls the reference is the first run here.
+    return Wavering(
+        f"two runs of it differ: {difference.replace('the reference', 'the first run')}",
+        harmless=False,
+    )
+
+
+def _bits(leaf: Any) -> bytes:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf).tobytes()
 
 
 def _leaf_differs(got: Any, wanted: Any) -> str | None:

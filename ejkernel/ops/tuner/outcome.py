@@ -29,6 +29,7 @@ class Verdict(enum.Enum):
 
     MEASURED = "measured"
     WRONG = "wrong"
+    UNSTEADY = "not deterministic"
     FAILED = "failed"
     UNSUPPORTED = "unsupported"
     DUPLICATE = "duplicate"
@@ -66,6 +67,7 @@ class Outcome(Generic[Cfg]):
       heuristic: the heuristic config, if the kernel has one.
       measured: what was timed: `forward`, or `forward and backward`.
       notes: remarks, such as why something was not measured.
+      clock: whose time that is: the `"device"`'s own, or the `"wall"` clock's.
       sure: the race ended because the winner was sure, not because rounds ran out.
       incomplete: why the run was cut short, or an empty string.
     """
@@ -75,6 +77,7 @@ class Outcome(Generic[Cfg]):
     heuristic: Cfg | None = None
     measured: str = "forward"
     notes: tuple[str, ...] = ()
+    clock: str = "wall"
     sure: bool = False
     incomplete: str = ""
 
@@ -110,6 +113,7 @@ class Outcome(Generic[Cfg]):
         """What is kept beside the config in a store, as plain data."""
         return {
             "measured": self.measured,
+            "clock": self.clock,
             "seconds": self.seconds(self.best),
             "heuristic_seconds": None if self.heuristic is None else self.seconds(self.heuristic),
             "notes": list(self.notes),

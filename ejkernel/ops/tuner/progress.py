@@ -1,21 +1,35 @@
-"""A progress bar in a terminal; nothing in a log file."""
+"""How far a tuning run is: a bar in a terminal, nothing in a log file, events for listeners."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from .outcome import Trial
+
 
 class Progress:
-    """Shows how far a tuning run is.
+    """Shows how far a tuning run is, and tells a listener of each step.
+
+    The steps are `"build"` (with `candidates`, how many), `"candidate"` (`cfg`, `verdict`,
+    `reason`: one is ready, or refused), `"race"` (`candidates`, `rounds` at most) and `"round"`
+    (`running`, `done`).
 
     Args:
       name: what is tuned.
       wanted: show it; None: if the error output is a terminal (or a notebook).
+      on_step: called as `on_step(step, **data)`.
     """
 
-    def __init__(self, name: str, wanted: bool | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        wanted: bool | None = None,
+        on_step: Callable[..., None] | None = None,
+    ) -> None:
+        self._on_step = on_step
         self._name = name if len(name) <= 48 else f"{name[:47]}…"
         self._wanted = sys.stderr.isatty() if wanted is None else wanted
         self._bar: Any = None
@@ -51,18 +65,31 @@ class Progress:
     def building(self, count: int) -> None:
         """So many candidates are about to be compiled and checked."""
         self._update(total=count, completed=0, what="compiling and checking")
+        self._tell("build", candidates=count)
 
     def built(self, cfg: Any) -> None:
-        """One more candidate is ready."""
+        """One more candidate is ready to race."""
         self._update(advance=1)
+        self._tell("candidate", cfg=cfg, verdict="ready", reason="")
+
+    def refused(self, trial: Trial[Any]) -> None:
+        """One more candidate cannot be used."""
+        self._update(advance=1)
+        self._tell("candidate", cfg=trial.cfg, verdict=trial.verdict.value, reason=trial.reason)
 
     def racing(self, count: int, rounds: int) -> None:
         """So many candidates race over so many rounds at most."""
         self._update(total=rounds, completed=0, what=f"racing {count}")
+        self._tell("race", candidates=count, rounds=rounds)
 
     def round(self, running: int, done: int) -> None:
         """A round is over, with so many candidates still running."""
         self._update(completed=done, what=f"racing {running}")
+        self._tell("round", running=running, done=done)
+
+    def _tell(self, step: str, **data: Any) -> None:
+        if self._on_step is not None:
+            self._on_step(step, **data)
 
     def _update(self, **fields: Any) -> None:
         if self._bar is not None:

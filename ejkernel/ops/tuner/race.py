@@ -21,12 +21,16 @@ LEAST_GAIN = 0.01  # a challenger within one percent of the favourite does not r
 SURE = 2.5  # standard errors
 
 
+class Withdrawn(Exception):
+    """Raised by a sampler whose candidate can no longer run; the race goes on without it."""
+
+
 @dataclasses.dataclass
 class Race:
     """The state of a race: everyone's samples, round by round, and who is still running.
 
     Args:
-      samplers: one per candidate, each giving seconds per call.
+      samplers: one per candidate, each giving seconds per call or raising `Withdrawn`.
       screening: rounds that everyone runs before the first may leave.
       rounds: most rounds of those who stay.
       favourite: a candidate that never leaves and that wins ties.
@@ -50,17 +54,23 @@ class Race:
             raise ValueError("race: there are no candidates")
         self.samples: list[list[float]] = [[] for _ in self.samplers]
         self.running = list(range(len(self.samplers)))
+        self.withdrawn: set[int] = set()
         self.sure = False
 
-    def run(self) -> int:
-        """Run it; the winner's index."""
+    def run(self) -> int | None:
+        """Run it; the winner's index, or None if all had to withdraw."""
         order = random.Random(self.seed)
         next_cut = self.screening
         for done in range(1, self.rounds + 1):
             turn = list(self.running)
             order.shuffle(turn)
             for index in turn:
-                self.samples[index].append(self.samplers[index]())
+                try:
+                    self.samples[index].append(self.samplers[index]())
+                except Withdrawn:
+                    self._withdraw(index)
+            if not self.running:
+                return None
             if self.on_round is not None:
                 self.on_round(len(self.running), done)
             if done >= self.screening:
@@ -74,6 +84,16 @@ class Race:
             if self.stop is not None and self.stop():
                 break
         return self._winner()
+
+    def _withdraw(self, index: int) -> None:
+        """Go on without it; if it was the last one running, with those it had outrun."""
+        self.withdrawn.add(index)
+        self.running.remove(index)
+        if not self.running:
+            self.running = [i for i in range(len(self.samplers)) if i not in self.withdrawn]
+            least = min((len(self.samples[i]) for i in self.running), default=0)
+            for i in self.running:  # again in step with each other, however far they had come
+                del self.samples[i][least:]
 
     def _leader(self) -> int:
         return min(self.running, key=lambda index: (typical(self.samples[index]), index))

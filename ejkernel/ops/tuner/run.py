@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..utils.stable import stable_json
-from .bench import Bench, BenchUnavailable
-from .build import Builder
+from .bench import Bench, BenchUnavailable, CandidateError
+from .build import Builder, reason_of
 from .clock import typical
 from .effort import Budget
 from .outcome import Outcome, Trial, TuningFailed, TuningInterrupted, Verdict
 from .progress import Progress
-from .race import Race, compare
+from .race import Race, Withdrawn, compare
 from .work import Work
 
 if TYPE_CHECKING:
@@ -34,12 +35,20 @@ class Run:
         self.progress = progress
         self.budget = Budget(tuner.seconds, tuner.evaluations)
         self.builder = Builder(
-            bench, work.make_function, reasons_against=work.reasons_against, guard=work.guard
+            bench,
+            work.make_function,
+            reasons_against=work.reasons_against,
+            guard=work.guard,
+            on_refused=progress.refused,
         )
         self._racing_seconds: float | None = None  # most time for the race
         self.handles: dict[str, Any] = {}
         self.samples: dict[str, list[float]] = {}
+        self.remarks: dict[str, str] = {}  # about candidates that were measured all the same
         self.sure = False
+        self._configs: dict[str, Any] = {}  # by the names that handles and samples have
+        self._unrepeated: set[str] = set()  # ran once; a second run may give another output
+        self._winner: str | None = None
 
     def run(self) -> Outcome[Any]:
         work = self.work
@@ -73,7 +82,7 @@ class Run:
         except Exception as error:
             raise TuningFailed(
                 f"{self.work.name}: the reference itself failed, so nothing can be checked: "
-                f"{type(error).__name__}: {error}"
+                f"{reason_of(error)}"
             ) from error
 
     def _favourite_first(self) -> list[Any]:
@@ -98,15 +107,27 @@ class Run:
         self.progress.building(len(configs))
         for cfg, handle in self.builder.build(configs):
             key = stable_json(cfg)
+            self._configs[key] = cfg
             if self.builder.truth is None and key == self._favourite_key:
-                self.builder.truth = handle
-            self.bench.warm_up(handle, self.tuner.warmup)
-            self.handles[key] = handle
-            self.samples.setdefault(key, [])
-            self.progress.built(cfg)
+                self._trust_the_favourite(handle)
+            with contextlib.suppress(Withdrawn), self._blaming(key):
+                self.bench.warm_up(handle, self.tuner.warmup)
+                self.handles[key] = handle
+                self.samples.setdefault(key, [])
+                self._unrepeated.add(key)
+                self.progress.built(cfg)
             self.budget.spend()
             if self.budget.exhausted:
                 break
+
+    def _trust_the_favourite(self, handle: Any) -> None:
+        try:
+            self.builder.trust(handle)
+        except CandidateError as error:
+            raise TuningFailed(
+                f"{self.work.name}: the other candidates would be compared with the heuristic "
+                f"config {self.work.favourite}, but {error}. Give the kernel a `reference`."
+            ) from error
 
     def _race(self, keys: list[str], rounds: int) -> None:
         favourite = self._favourite_key
@@ -134,10 +155,39 @@ class Run:
         self.samples.update(zip(keys, race.samples, strict=True))
         winner = race.run()
         self.sure = race.sure
-        self._winner = keys[winner]
+        self._winner = None if winner is None else keys[winner]
 
     def _sample(self, key: str) -> float:
-        return self.bench.sample(self.handles[key])
+        with self._blaming(key):
+            seconds = self.bench.sample(self.handles[key])
+            if key in self._unrepeated:
+                self._unrepeated.remove(key)
+                self._see_that_it_repeats(key)
+        return seconds
+
+    def _see_that_it_repeats(self, key: str) -> None:
+        handle = self.handles[key]
+        if handle is self.builder.truth:
+            return  # seen before it was trusted
+        wavering = self.bench.repeats(handle)
+        self.bench.forget(handle)  # its output has been compared twice by now
+        if wavering is None:
+            return
+        if not wavering.harmless:
+            self.builder.refuse(self._configs[key], Verdict.UNSTEADY, wavering.reason)
+            raise Withdrawn
+        self.remarks[key] = wavering.reason
+
+    @contextlib.contextmanager
+    def _blaming(self, key: str) -> Iterator[None]:
+        """A candidate that ran before may still fail later: it withdraws, the others go on."""
+        try:
+            yield
+        except (BenchUnavailable, Withdrawn):
+            raise
+        except Exception as error:
+            self.builder.refuse(self._configs[key], Verdict.FAILED, reason_of(error))
+            raise Withdrawn from error
 
     def _out_of_time(self) -> bool:
         return self.tuner.seconds is not None and self.budget.exhausted is not None
@@ -161,15 +211,16 @@ class Run:
                 break
             self._evaluate([configs[index] for index in proposed])
             for index in proposed:
-                samples = self.samples.get(stable_json(configs[index]))
+                key = stable_json(configs[index])
+                samples = None if self._is_refused(key) else self.samples.get(key)
                 history[index] = typical(samples) if samples else None
         best = sorted(
-            (key for key, taken in self.samples.items() if taken),
+            (key for key, taken in self.samples.items() if taken and not self._is_refused(key)),
             key=lambda key: typical(self.samples[key]),
         )[: effort.finalists]
         favourite = self._favourite_key
-        if favourite in self.handles and favourite not in best:
-            best.append(favourite)
+        if favourite is not None and favourite in self.handles and favourite not in best:
+            best.extend([] if self._is_refused(favourite) else [favourite])
         if best:
             self._race(best, effort.rounds)
 
@@ -178,7 +229,11 @@ class Run:
         before = set(self.handles)
         self._build(configs)
         for key in [key for key in self.handles if key not in before]:
-            self.samples[key] = [self._sample(key) for _ in range(self.tuner.iters)]
+            with contextlib.suppress(Withdrawn):
+                self.samples[key] = [self._sample(key) for _ in range(self.tuner.iters)]
+
+    def _is_refused(self, key: str) -> bool:
+        return key in self.builder.refused
 
     # --- the result ------------------------------------------------------------------------------
 
@@ -199,6 +254,7 @@ class Run:
             heuristic=work.favourite,
             measured=work.measured,
             notes=work.notes,
+            clock=self.bench.clock,
             sure=self.sure,
             incomplete=incomplete if self._unfinished(trials) or not strict else "",
         )
@@ -210,7 +266,7 @@ class Run:
 
     def _best(self, measured: dict[str, Trial[Any]]) -> Trial[Any]:
         """The race's winner; against what earlier runs measured, the faster by more than noise."""
-        winner = measured.get(getattr(self, "_winner", ""))
+        winner = measured.get(self._winner or "")
         earlier = [trial for key, trial in measured.items() if not self.samples.get(key)]
         if winner is None:
             fastest = min(measured.values(), key=lambda trial: trial.seconds or 0.0)
@@ -222,15 +278,17 @@ class Run:
 
     def _trial(self, cfg: Any) -> Trial[Any]:
         key = stable_json(cfg)
-        samples = self.samples.get(key)
-        if samples:
-            return Trial(cfg, Verdict.MEASURED, typical(samples), tuple(samples))
-        if key in self.builder.twins:  # the same program takes the same time
-            taken = self.samples.get(self.builder.twins[key])
+        if key in self.builder.twins:  # the same program has the same fate
+            twin = self.builder.twins[key]
+            taken = None if self._is_refused(twin) else self.samples.get(twin)
             seconds = typical(taken) if taken else None
             return dataclasses.replace(self.builder.refused[key], seconds=seconds)
         if key in self.builder.refused:
             return self.builder.refused[key]
+        samples = self.samples.get(key)
+        if samples:
+            remark = self.remarks.get(key, "")
+            return Trial(cfg, Verdict.MEASURED, typical(samples), tuple(samples), remark)
         if key in self.work.known:
             return self.work.known[key]
         return Trial(cfg, Verdict.NOT_TRIED, reason=self.budget.exhausted or "not proposed")

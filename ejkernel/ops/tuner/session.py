@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
 
 Function = Callable[..., Any]
 
+logger = logging.getLogger(__name__)
+
+LONG_RUN_SECONDS = 30.0  # a single run that takes longer is worth a word
+
 
 def tune_request(
     tuner: Tuner, request: Request, stored: Sequence[Mapping[str, Any]] = ()
@@ -38,6 +44,7 @@ def tune_request(
         request.kernel,
         backward=request.policy.validate_backward,
         stored=stored,
+        on_step=lambda step, **data: request.emit("autotune_step", step=step, **data),
     )
 
 
@@ -49,6 +56,7 @@ def tune_invocation(
     candidates: list[Any] | None = None,
     backward: bool = False,
     stored: Sequence[Mapping[str, Any]] = (),
+    on_step: Callable[..., None] | None = None,
 ) -> Outcome[Any]:
     """Measure a kernel's candidates for one invocation."""
     inv = dataclasses.replace(inv.abstract(), kernel=kernel)
@@ -91,6 +99,7 @@ def tune_invocation(
                 guard=_crash_guard(tuner, inv),
                 measured=measured,
                 notes=notes,
+                on_step=on_step,
             )
         )
 
@@ -113,10 +122,33 @@ def _crash_guard(tuner: Tuner, inv: Invocation[Any, Any]) -> Callable[[Any], Any
         reason = journal.crashed(key, str(cfg))
         if reason is not None:
             raise CandidateError(reason)
-        with journal.about_to_run(key, str(cfg)):
+        with journal.about_to_run(key, str(cfg)), _saying_that_it_hangs(key, cfg):
             yield
 
     return guard
+
+
+@contextlib.contextmanager
+def _saying_that_it_hangs(key: str, cfg: Any, seconds: float = LONG_RUN_SECONDS) -> Iterator[None]:
+    """Nothing can end a program that runs in this process; a person can, who has to know."""
+    warning = threading.Timer(
+        seconds,
+        logger.warning,
+        (
+            "ejkernel: the candidate %s of %s has been running for %g s. It cannot be cut off in "
+            "this process. If it hangs, kill the process: the next tuning run will skip this "
+            "candidate. Tuner(isolation='process') runs candidates where they can be killed.",
+            cfg,
+            key,
+            seconds,
+        ),
+    )
+    warning.daemon = True
+    warning.start()
+    try:
+        yield
+    finally:
+        warning.cancel()
 
 
 def _users_choice(

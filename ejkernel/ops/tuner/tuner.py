@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 
 from ..core.partition import Partition, split
-from .bench import Bench, Function, LocalBench
+from .bench import Bench, Clock, Function, LocalBench
 from .clock import Stopwatch, typical
 from .effort import Budget, Effort, effort_of
 from .inputs import outside_trace, random_like
@@ -27,7 +27,8 @@ class Tuner:
 
     Args:
       warmup: runs of each candidate before its first sample.
-      iters: samples of each candidate before the first ones leave the race.
+      iters: samples of each candidate before the first ones leave the race; None: as many as the
+        effort says (3 by default).
       effort: `"quick"`, `"standard"` or `"full"`: how long the finalists run, how much of a large
         space is searched.
       seconds: stop after this time; the result is kept, marked incomplete, and continued later.
@@ -35,6 +36,8 @@ class Tuner:
       strategy: how a large space is searched: `"auto"`, `"exhaustive"`, `"random"`, `"model"`, or
         an object with a `propose` method.
       isolation: `"process"` compiles and runs candidates in a worker process that may be killed.
+      clock: `"device"` ranks by the time that the profiler says the device worked, where it says
+        that; `"wall"` by the time that passed; `"auto"` by the device's on GPU and TPU.
       progress: show a progress bar; None: in a terminal only.
       seed: of the random inputs, the running order and the search.
       timer: a clock in seconds; tests give a fake one.
@@ -47,30 +50,35 @@ class Tuner:
     def __init__(
         self,
         warmup: int = 1,
-        iters: int = 3,
+        iters: int | None = None,
         *,
         effort: str | Effort = "standard",
         seconds: float | None = None,
         evaluations: int | None = None,
         strategy: Any = "auto",
         isolation: Isolation = "none",
+        clock: Clock = "auto",
         progress: bool | None = None,
         seed: int = 0,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.effort = effort_of(effort)
+        iters = self.effort.screening if iters is None else iters
         for name, value, least in (("warmup", warmup, 0), ("iters", iters, 1)):
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"Tuner: {name}={value!r} must be a whole number >= {least}")
         if isolation not in ("none", "process"):
             raise ValueError(f"Tuner: isolation={isolation!r} must be 'none' or 'process'")
+        if clock not in ("auto", "device", "wall"):
+            raise ValueError(f"Tuner: clock={clock!r} must be 'auto', 'device' or 'wall'")
         Budget(seconds, evaluations)  # refuse a budget of nothing here, where the caller sees it
         self.warmup = warmup
-        self.iters = self.effort.screening if iters == 3 else iters
+        self.iters = iters
         self.seconds = seconds
         self.evaluations = evaluations
         self.strategy = strategy
         self.isolation = isolation
+        self.clock: Clock = clock
         self.progress = progress
         self.seed = seed
         self.timer = timer
@@ -120,15 +128,15 @@ class Tuner:
                 reference=None if work.reference is None else _flat(work.reference, rest),
             )
             bench = self._bench(arrays)
-            with Progress(work.name, self.progress) as progress:
+            with Progress(work.name, self.progress, work.on_step) as progress:
                 return Run(self, flat, bench, progress).run()
 
     def _bench(self, arrays: list[Any]) -> Bench:
         if self.isolation == "process":
             from .isolation import WorkerBench
 
-            return WorkerBench(arrays)
-        return LocalBench(arrays, self.timer)
+            return WorkerBench(arrays, clock=self.clock)
+        return LocalBench(arrays, self.timer, self.clock)
 
 
 def call_with(function: Function, rest: Partition, arrays: Sequence[Any]) -> Any:

@@ -25,7 +25,7 @@ from jax import export
 from jax.experimental import serialize_executable
 
 from ..utils.serialize import dtype_name
-from .bench import CandidateError, LocalBench, LocalHandle, Lowered
+from .bench import CandidateError, Clock, LocalBench, LocalHandle, Lowered
 from .judge import differs
 
 Header = dict[str, Any]
@@ -180,12 +180,12 @@ def _payload(compiled: Any) -> list[bytes]:
 class _Bench:
     """A `LocalBench` and the programs compiled for it, by the numbers the parent gave them."""
 
-    def __init__(self, arrays: list[Any], device: Any) -> None:
+    def __init__(self, arrays: list[Any], device: Any, clock: Clock) -> None:
         # On the default device, which `configure` set. Not committed to it: JAX 0.10 refuses
         # committed arrays of 4 bits, as if their layout were another one.
         self.arrays = [jax.device_put(array) for array in arrays]
         self.device = device
-        self.local = LocalBench(self.arrays)
+        self.local = LocalBench(self.arrays, clock=clock)
         self.handles: dict[int, LocalHandle] = {}
         self._like: dict[str, export.Exported] = {}
 
@@ -239,7 +239,7 @@ class _Worker:
 
     def do_inputs(self, header: Header, blobs: list[bytearray]) -> tuple[Header, list[bytes]]:
         arrays = [_array(*pair) for pair in zip(header["arrays"], blobs, strict=True)]
-        self._benches[header["bench"]] = _Bench(arrays, _device(header["device"]))
+        self._benches[header["bench"]] = _Bench(arrays, _device(header["device"]), header["clock"])
         return {}, []
 
     def do_compile(self, header: Header, blobs: list[bytearray]) -> tuple[Header, list[bytes]]:
@@ -278,7 +278,12 @@ class _Worker:
 
     def do_sample(self, header: Header, blobs: list[bytearray]) -> tuple[Header, list[bytes]]:
         bench, handle = self._find(header)
-        return {"seconds": bench.local.sample(handle)}, []
+        return {"seconds": bench.local.sample(handle), "clock": bench.local.clock}, []
+
+    def do_repeats(self, header: Header, blobs: list[bytearray]) -> tuple[Header, list[bytes]]:
+        bench, handle = self._find(header)
+        wavering = bench.local.repeats(handle)
+        return {"wavering": wavering and dataclasses.asdict(wavering)}, []
 
     def _find(self, header: Header) -> tuple[_Bench, LocalHandle]:
         bench = self._benches[header["bench"]]
