@@ -239,7 +239,7 @@ def test_measure_leaves_the_callers_arrays_alive_and_unchanged(x):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"warmup": -1}, {"iters": 0}, {"iters": -3}, {"iters": 1.5}, {"warmup": "2"}, {"iters": None}],
+    [{"warmup": -1}, {"iters": 0}, {"iters": -3}, {"iters": 1.5}, {"warmup": "2"}],
 )
 def test_a_tuner_with_a_wrong_argument_is_refused_by_name(arguments):
     with pytest.raises((ValueError, TypeError), match=next(iter(arguments))):

@@ -287,7 +287,7 @@ def test_every_kind_of_hostile_candidate_in_one_run_is_survived_by_a_worker():
     from ejkernel.ops.tuner import isolation
 
     tuner = Tuner(progress=False, isolation="process")
-    tuner._bench = lambda arrays: isolation.WorkerBench(arrays, run_seconds=3.0)
+    tuner.bench = lambda arrays: isolation.WorkerBench(arrays, run_seconds=3.0)
     kinds = ("zeros", "nan", "raises", "hangs", "aborts", "terabyte", "shape", "right too")
     outcome = tune(Hostile(*kinds), tuner=tuner)
     assert outcome.best.kind in ("right", "right too")

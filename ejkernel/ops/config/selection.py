@@ -182,13 +182,24 @@ class ConfigSelectorChain:
         Overlays and the policy have no say: this is an order to tune, not a call. A string says
         why there is nothing.
         """
-        request = dataclasses.replace(self._request(inv, kernel, allow_autotune=True), offline=True)
-        tiers = [self._autotune] if self._unfinished(request) else [*self._stored, self._autotune]
-        for tier in tiers:
-            answer = tier.look(request)
-            if isinstance(answer, Found):
-                return answer
-        return answer
+        return self.known(inv, kernel) or self.tuned(inv, kernel)
+
+    def known(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Found | None:
+        """What memory or disk hold for an invocation, unless it is only the half of it."""
+        request = self._order(inv, kernel)
+        if self._unfinished(request):
+            return None
+        answers = (tier.look(request) for tier in self._stored)
+        return next((answer for answer in answers if isinstance(answer, Found)), None)
+
+    def tuned(
+        self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], tuner: Tuner | None = None
+    ) -> Found | str:
+        """The result of tuning an invocation now, by another tuner than the selector's if given."""
+        return self._autotune.look(dataclasses.replace(self._order(inv, kernel), tuner=tuner))
+
+    def _order(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Request:
+        return dataclasses.replace(self._request(inv, kernel, allow_autotune=True), offline=True)
 
     def _unfinished(self, request: Request) -> bool:
         """True if the store has a result that was cut short, or that lacks a candidate of today."""
@@ -221,7 +232,7 @@ class ConfigSelectorChain:
     def _tune(self, request: Request) -> Outcome[Any]:
         from ..tuner.session import tune_request
 
-        return tune_request(self.tuner, request, self._earlier_trials(request))
+        return tune_request(request.tuner or self.tuner, request, self._earlier_trials(request))
 
     def _earlier_trials(self, request: Request) -> list[Any]:
         """What the store knows of an earlier run that measured the same thing."""

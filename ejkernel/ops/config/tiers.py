@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..core.invocation import Invocation
     from ..core.kernel import Kernel
     from ..tuner.outcome import Outcome
+    from ..tuner.tuner import Tuner
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class Request:
     policy: AutotunePolicy
     emit: Emit
     offline: bool = False  # asked by a tuning run, not by a call that runs with the answer
+    tuner: Tuner | None = None  # another one than the selector's
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, overload
 
@@ -16,6 +17,7 @@ from ..tuner.outcome import Outcome
 from ..utils.fingerprint import device_fingerprint
 from ..utils.meta import label
 from .results import AutotuningResult, Entry, Skipped
+from .shares import tuners_by_share
 
 C = TypeVar("C")
 
@@ -148,8 +150,11 @@ def tune_invocations(
     device: str,
     found: Iterable[tuple[Invocation[Any, Any] | None, Skipped | None]],
 ) -> AutotuningResult:
-    """Tune each distinct invocation; what cannot be tuned is reported, never fatal."""
-    entries: dict[tuple[str, str], Entry] = {}
+    """Tune each distinct invocation; what cannot be tuned is reported, never fatal.
+
+    What takes most of the time is tuned first and with most effort (see `shares.py`).
+    """
+    distinct: dict[tuple[str, str], Invocation[Any, Any]] = {}
     skipped: list[Skipped] = []
     for inv, reason in found:
         if inv is None:
@@ -157,15 +162,18 @@ def tune_invocations(
             continue
         if not isinstance(inv, Invocation):
             raise TypeError(f"expected an Invocation, got {inv!r} ({type(inv).__name__})")
-        key = inv.key
-        if (key.op_id, key.call_key) in entries:
-            continue
-        answer = _tuned(selector, inv)
-        if isinstance(answer, str):
-            skipped.append(Skipped(label(key.op_id, key.call_key), answer))
-            continue
-        entries[key.op_id, key.call_key] = _entry(inv, answer)
-    return AutotuningResult(device, entries.values(), skipped)
+        distinct.setdefault((inv.key.op_id, inv.key.call_key), inv)
+    answers = {key: _attempt(inv, selector.known) for key, inv in distinct.items()}
+    open_ones = {key: distinct[key] for key, answer in answers.items() if answer is None}
+    for key, tuner in tuners_by_share(selector.tuner, open_ones):
+        answers[key] = _attempt(distinct[key], functools.partial(selector.tuned, tuner=tuner))
+    entries = []
+    for key, answer in answers.items():
+        if isinstance(answer, Found):
+            entries.append(_entry(distinct[key], answer))
+        else:
+            skipped.append(Skipped(label(*key), answer or "nothing was found"))
+    return AutotuningResult(device, entries, skipped)
 
 
 def _entry(inv: Invocation[Any, Any], found: Found) -> Entry:
@@ -183,10 +191,13 @@ def _entry(inv: Invocation[Any, Any], found: Found) -> Entry:
     )
 
 
-def _tuned(selector: ConfigSelectorChain, inv: Invocation[Any, Any]) -> Found | str:
+def _attempt(
+    inv: Invocation[Any, Any],
+    ask: Callable[[Invocation[Any, Any], Kernel[Any, Any]], Found | str | None],
+) -> Found | str | None:
     if inv.kernel is None:
         return "the invocation has no kernel"
     try:
-        return selector.known_or_tuned(inv, inv.kernel)
+        return ask(inv, inv.kernel)
     except Exception as error:  # noqa: BLE001  one operation must not end the run of the others
         return f"{type(error).__name__}: {error}"

@@ -35,6 +35,13 @@ class Effort:
     share_of_space: float
     most_evaluations: int
 
+    def lower(self) -> Effort:
+        """The next lower level; the lowest one, and one of your own, stays what it is."""
+        names = list(EFFORTS)
+        if EFFORTS.get(self.name) != self:
+            return self
+        return EFFORTS[names[max(0, names.index(self.name) - 1)]]
+
 
 EFFORTS: dict[str, Effort] = {
     effort.name: effort

@@ -65,7 +65,7 @@ class Run:
         except KeyboardInterrupt:
             raise TuningInterrupted(self._outcome("interrupted", strict=False)) from None
         finally:
-            self.tuner.compilations += self.builder.compilations
+            self.tuner.count_compilations(self.builder.compilations)
         outcome = self._outcome(self.budget.exhausted or "")
         assert outcome is not None
         return outcome

@@ -19,6 +19,7 @@ from ..core.kernel import Kernel
 from ..core.partition import Partition, split
 from ..utils.fingerprint import is_array
 from .bench import CandidateError
+from .clock import typical
 from .inputs import outside_trace, random_like, realistic_inputs
 from .outcome import Outcome, TuningFailed, known_trials
 from .tuner import Tuner
@@ -102,6 +103,22 @@ def tune_invocation(
                 on_step=on_step,
             )
         )
+
+
+def heuristic_seconds(tuner: Tuner, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> float:
+    """Seconds per call of a kernel's heuristic config, from a few samples."""
+    inv = dataclasses.replace(inv.abstract(), kernel=kernel)
+    with outside_trace():
+        cfg = kernel.heuristic(inv)
+        function = _function_maker(inv, kernel)(cfg)
+        arrays, rest = split(realistic_inputs(kernel, inv, tuner.seed))
+        bench = tuner.bench(arrays)
+        handle = bench.compile(bench.lower(lambda *arrays: _call(function, rest, arrays)))
+        guard = _crash_guard(tuner, inv) or contextlib.nullcontext
+        with guard(cfg):
+            bench.run(handle)
+        bench.warm_up(handle, tuner.warmup)
+        return typical([bench.sample(handle) for _ in range(tuner.iters)])
 
 
 def _crash_guard(tuner: Tuner, inv: Invocation[Any, Any]) -> Callable[[Any], Any] | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 
@@ -63,6 +65,7 @@ class Tuner:
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.effort = effort_of(effort)
+        self._iters_given = iters is not None
         iters = self.effort.screening if iters is None else iters
         for name, value, least in (("warmup", warmup, 0), ("iters", iters, 1)):
             if not isinstance(value, int) or value < least:
@@ -82,7 +85,27 @@ class Tuner:
         self.progress = progress
         self.seed = seed
         self.timer = timer
-        self.compilations = 0
+        self._counts = collections.Counter[str]()  # shared with what `changed` makes of it
+
+    def changed(self, *, effort: str | Effort | None = None, seconds: float | None = None) -> Self:
+        """A tuner like this one, with another effort or limit."""
+        other = copy.copy(self)
+        if effort is not None:
+            other.effort = effort_of(effort)
+            other.iters = self.iters if self._iters_given else other.effort.screening
+        if seconds is not None:
+            Budget(seconds)
+            other.seconds = seconds
+        return other
+
+    @property
+    def compilations(self) -> int:
+        """How many programs were compiled so far."""
+        return self._counts["compilations"]
+
+    def count_compilations(self, number: int) -> None:
+        """So many more programs were compiled."""
+        self._counts["compilations"] += number
 
     # --- the documented calls --------------------------------------------------------------------
 
@@ -127,11 +150,12 @@ class Tuner:
                 make_function=lambda cfg: _flat(work.make_function(cfg), rest),
                 reference=None if work.reference is None else _flat(work.reference, rest),
             )
-            bench = self._bench(arrays)
+            bench = self.bench(arrays)
             with Progress(work.name, self.progress, work.on_step) as progress:
                 return Run(self, flat, bench, progress).run()
 
-    def _bench(self, arrays: list[Any]) -> Bench:
+    def bench(self, arrays: list[Any]) -> Bench:
+        """Where programs of these inputs are compiled, run and timed."""
         if self.isolation == "process":
             from .isolation import WorkerBench
 
