@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from .clock import typical
-from .search import Candidates, Strategy, strategy_of
+from .search import BATCH, Candidates, Strategy, strategy_of
 
 FORMAT = 1
 SAMPLES_PER_EVALUATION = 3  # what a search can afford for every candidate it tries
-BATCH = 4  # candidates asked for at a time, as by a tuner that compiles several at once
 
 
 class TableError(ValueError):

@@ -195,7 +195,7 @@ class Run:
     # --- a large space ---------------------------------------------------------------------------
 
     def _search(self, configs: list[Any]) -> None:
-        from .search import Candidates, strategy_of
+        from .search import BATCH, Candidates, strategy_of
 
         tuner, effort = self.tuner, self.tuner.effort
         strategy = strategy_of(tuner.strategy, seed=tuner.seed)
@@ -206,7 +206,7 @@ class Run:
         history: dict[int, float | None] = {}
         self.progress.building(limit)
         while len(history) < min(limit, len(configs)) and not self.budget.exhausted:
-            proposed = strategy.propose(candidates, history, min(4, limit - len(history)))
+            proposed = strategy.propose(candidates, history, min(BATCH, limit - len(history)))
             if not proposed:
                 break
             self._evaluate([configs[index] for index in proposed])

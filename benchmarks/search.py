@@ -1,0 +1,141 @@
+"""A search of a large space beside trying everything: how good is the pick, how long does it take.
+
+    python benchmarks/search.py [--space recurrence] [--repeats 3] [--json]
+
+The spaces are those of `record_table.py`, each of more than 250 candidates. Contenders, in turns:
+
+- 24 evaluations and 20 % of the space, chosen by the model-guided search;
+- the same numbers of candidates, chosen at random;
+- everything: all candidates compiled, checked and raced. It runs once, it takes long.
+
+The truth is measured afterwards: all picks and the twenty that "everything" found fastest, compiled
+once, many interleaved rounds, mean of the fastest two thirds. Outputs are checked by the tuner
+against the plain reference before a time counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from record_table import Experiment, experiments
+
+from ejkernel.ops.tuner.clock import Stopwatch, typical
+from ejkernel.ops.tuner.outcome import Outcome, Verdict
+from ejkernel.ops.tuner.tuner import Tuner
+from ejkernel.ops.tuner.work import Work
+
+TRUTH_ROUNDS = 60
+
+
+def work_of(experiment: Experiment) -> Work:
+    """The experiment as the tuner takes it, the heuristic config first."""
+    configs = [cfg for cfg in experiment.space if cfg != experiment.heuristic]
+    return Work(
+        experiment.title,
+        lambda cfg: lambda *args: experiment.kernel(*args, cfg),
+        tuple(map(jnp.asarray, experiment.inputs)),
+        {},
+        [experiment.heuristic, *configs],
+        reference=experiment.reference,
+        favourite=experiment.heuristic,
+    )
+
+
+def timed(work: Work, **options: Any) -> tuple[Outcome[Any], float]:
+    """What a tuner with these options finds, and how long it takes from nothing."""
+    jax.clear_caches()
+    start = time.perf_counter()
+    outcome = Tuner(progress=False, **options).tune(work)
+    return outcome, time.perf_counter() - start
+
+
+def truth(experiment: Experiment, configs: Iterable[Any]) -> dict[str, float]:
+    """Careful times of some configs."""
+    inputs = tuple(map(jnp.asarray, experiment.inputs))
+    watches = {}
+    for cfg in configs:
+        program = jax.jit(lambda *args, cfg=cfg: experiment.kernel(*args, cfg))
+        compiled = program.lower(*inputs).compile()
+        watches[str(cfg)] = Stopwatch(lambda compiled=compiled: compiled(*inputs))
+    samples: dict[str, list[float]] = {name: [] for name in watches}
+    for watch in watches.values():
+        watch.warm_up(2)
+    for _ in range(TRUTH_ROUNDS):
+        for name, watch in watches.items():
+            samples[name].append(watch.sample())
+    return {name: typical(taken) for name, taken in samples.items()}
+
+
+def main() -> None:
+    known = experiments()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--space", choices=list(known), default="recurrence")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    experiment = known[options.space]
+    work = work_of(experiment)
+    count = len(work.candidates)
+    everything, all_seconds = timed(work, strategy="exhaustive")
+    runs: dict[str, list[tuple[Any, float]]] = {}
+    for seed in range(options.repeats):
+        for evaluations in (24, round(0.2 * count)):
+            for strategy in ("model", "random"):
+                outcome, seconds = timed(
+                    work, strategy=strategy, evaluations=evaluations, seed=seed
+                )
+                name = f"{strategy}, {evaluations} evaluations"
+                runs.setdefault(name, []).append((outcome.best, seconds))
+    measured = [trial for trial in everything.trials if trial.verdict is Verdict.MEASURED]
+    fastest = sorted(measured, key=lambda trial: trial.seconds or 0.0)[:20]
+    picks = [cfg for found in runs.values() for cfg, _ in found]
+    wanted = {str(c): c for c in [everything.best, *(t.cfg for t in fastest), *picks]}
+    times = truth(experiment, wanted.values())
+    best = min(times.values())
+    rows = [
+        {
+            "contender": "everything",
+            "chosen / best": times[str(everything.best)] / best,
+            "worst": times[str(everything.best)] / best,
+            "seconds": all_seconds,
+            "wall / everything": 1.0,
+        }
+    ]
+    for name, found in runs.items():
+        ratios = [times[str(cfg)] / best for cfg, _ in found]
+        seconds = statistics.median(taken for _, taken in found)
+        rows.append(
+            {
+                "contender": name,
+                "chosen / best": statistics.fmean(ratios),
+                "worst": max(ratios),
+                "seconds": seconds,
+                "wall / everything": seconds / all_seconds,
+            }
+        )
+    if options.json:
+        print(json.dumps(rows, indent=1))
+        return
+    print(
+        f"{experiment.title}: {count} candidates, {options.repeats} repeats, "
+        f"jax {jax.__version__}, Python {platform.python_version()}"
+    )
+    names = ("contender", "chosen/best", "worst", "seconds", "wall/everything")
+    print("{:28} {:>11} {:>7} {:>8} {:>16}".format(*names))
+    for row in rows:
+        print(
+            f"{row['contender']:28} {row['chosen / best']:11.3f} {row['worst']:7.3f} "
+            f"{row['seconds']:8.1f} {row['wall / everything']:16.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
