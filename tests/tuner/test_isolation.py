@@ -326,7 +326,7 @@ def test_two_threads_take_turns():
 # --- whole programs ------------------------------------------------------------------------------
 
 
-def start_program(body, **environment):
+def start_program(body, folder=None, **environment):
     text = textwrap.dedent(
         """
         import jax, numpy as np, os, sys, time
@@ -341,6 +341,7 @@ def start_program(body, **environment):
         [sys.executable, "-c", text],
         stdout=subprocess.PIPE,
         text=True,
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
     )
 
@@ -367,8 +368,8 @@ def test_the_worker_ends_with_its_parent_even_in_a_loop(end):
     assert gone(worker)
 
 
-def test_stray_output_and_forks_do_no_harm():
-    # XLA itself prints every program to standard output here.
+def test_stray_output_and_forks_do_no_harm(tmp_path):
+    # XLA itself prints every program to standard output here, and makes a folder of that name.
     program = start_program(
         """
         bench.run(double)
@@ -381,6 +382,7 @@ def test_stray_output_and_forks_do_no_harm():
         assert worker_pid() == before
         print("fine", os.fstat(isolation.SHARED.process._log).st_size)
         """,
+        folder=tmp_path,
         XLA_FLAGS="--xla_dump_to=-",
     )
     out, _ = program.communicate(timeout=120)
