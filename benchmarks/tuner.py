@@ -5,6 +5,7 @@
 Contenders, on the same two 16-candidate kernels in the same run, in turns:
 
 - ours: `Tuner()`, as it comes;
+- isolated: `Tuner(isolation="process")`, candidates in a worker process that may be killed;
 - naive: the loop that most projects write, "1 warm-up, mean of 3", one candidate after the other;
 - tune-jax: the published tuner, if it is installed (`pip install tune-jax`).
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import json
 import platform
@@ -100,7 +102,13 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[Blocks]
     }
 
 
-def ours(function: Callable[..., Any], args: tuple[Any, ...], configs: list[Any], seed: int) -> Any:
+def ours(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    configs: list[Any],
+    seed: int,
+    **options: Any,
+) -> Any:
     work = Work(
         "benchmark",
         lambda cfg: lambda *args: function(*args, cfg),
@@ -109,7 +117,7 @@ def ours(function: Callable[..., Any], args: tuple[Any, ...], configs: list[Any]
         configs,
         favourite=configs[0],
     )
-    return Tuner(seed=seed, progress=False).tune(work).best
+    return Tuner(seed=seed, progress=False, **options).tune(work).best
 
 
 def naive(
@@ -171,7 +179,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60, help="rounds of the truth")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    contenders = {"ours": ours, "naive": naive}
+    isolated = functools.partial(ours, isolation="process")
+    contenders = {"ours": ours, "isolated": isolated, "naive": naive}
     if importlib.util.find_spec("tune_jax") is not None:
         contenders["tune-jax"] = tune_jax
     rows = []

@@ -788,7 +788,7 @@ def test_finalists_that_are_close_run_longer_than_the_others():
 
 
 def test_candidates_take_turns_in_a_changing_order():
-    track = Track([1.0, 1.1, 1.2, 1.3])
+    track = Track([1.0, 1.05, 1.1, 1.15])
     race(track.samplers(), 6)
     rounds = [tuple(track.order[start : start + 4]) for start in range(0, 24, 4)]
     assert all(sorted(turn) == [0, 1, 2, 3] for turn in rounds)

@@ -167,7 +167,7 @@ def test_those_who_were_outrun_come_back_if_the_leaders_withdraw():
     race = Race([*leaders, withdrawing(9.0), withdrawing(8.0)], margin=0.0)
     assert race.run() == 3
     assert race.withdrawn == {0, 1}
-    assert len(race.samples[2]) >= 3
+    assert len(race.samples[2]) >= 2
 
 
 def test_a_race_that_everyone_leaves_has_no_winner():

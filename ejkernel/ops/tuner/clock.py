@@ -40,7 +40,7 @@ class Stopwatch:
 
     def ran_for(self, seconds: float) -> None:
         """It was run once already, for so long; a long run needs no further one to learn from."""
-        self._known_long = seconds > 4 * self._shortest_sample
+        self._known_long = seconds > 2 * self._shortest_sample
 
     def warm_up(self, times: int) -> None:
         """Run it, and learn how many calls make a sample."""

@@ -46,8 +46,8 @@ class Effort:
 EFFORTS: dict[str, Effort] = {
     effort.name: effort
     for effort in (
-        Effort("quick", 2, 12, 0.10, 0.03, 3, 0.10, 24),
-        Effort("standard", 3, 40, 0.12, 0.01, 5, 0.20, 64),
+        Effort("quick", 2, 12, 0.06, 0.03, 3, 0.10, 24),
+        Effort("standard", 3, 40, 0.09, 0.01, 5, 0.20, 64),
         Effort("full", 5, 100, 10.0, 0.005, 8, 1.0, 100_000),
     )
 }

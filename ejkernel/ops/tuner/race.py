@@ -2,9 +2,10 @@
 
 Taking turns in a shuffled order spreads a slow moment of the machine over all candidates instead of
 charging it to one, so two candidates are compared by the ratio of their times *within* rounds. A
-candidate leaves when it is surely slower than the leader; in any case the slower half leaves each
-time the number of rounds has doubled. The favourite (the heuristic config) stays to the end, and a
-challenger takes its place only by more than the noise.
+candidate leaves when it is surely slower than the leader, or so much slower that two rounds show
+it; in any case the slowest third leaves each time the number of rounds has doubled. The favourite
+(the heuristic config) stays to the end, and a challenger takes its place only by more than the
+noise.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .clock import typical
 
 LEAST_GAIN = 0.01  # a challenger within one percent of the favourite does not replace it
 SURE = 2.5  # standard errors
+CLEARLY = 1.25  # slower at its best than the leader at its worst by this factor: no doubt is left
 
 
 class Withdrawn(Exception):
@@ -73,10 +75,12 @@ class Race:
                 return None
             if self.on_round is not None:
                 self.on_round(len(self.running), done)
+            if done >= 2:
+                self._drop_the_clearly_slower()
             if done >= self.screening:
                 self._drop_the_surely_slower()
                 if done >= next_cut:
-                    self._drop_the_slower_half()
+                    self._drop_the_slowest_third()
                     next_cut = 2 * done
                 if self._settled():
                     self.sure = True
@@ -98,23 +102,27 @@ class Race:
     def _leader(self) -> int:
         return min(self.running, key=lambda index: (typical(self.samples[index]), index))
 
+    def _drop_the_clearly_slower(self) -> None:
+        leader = self._leader()
+        limit = CLEARLY * max(self.samples[leader])
+        self._keep_if(lambda index: min(self.samples[index]) <= limit, leader)
+
     def _drop_the_surely_slower(self) -> None:
         leader = self._leader()
-        self.running = [
-            index
-            for index in self.running
-            if index in (leader, self.favourite) or not self._surely_slower(index, leader)
-        ]
+        self._keep_if(lambda index: not self._surely_slower(index, leader), leader)
+
+    def _keep_if(self, good: Callable[[int], bool], leader: int) -> None:
+        self.running = [i for i in self.running if i in (leader, self.favourite) or good(i)]
 
     def _surely_slower(self, index: int, leader: int) -> bool:
         ratio, error = compare(self.samples[index], self.samples[leader])
         return ratio - SURE * error > self.margin
 
-    def _drop_the_slower_half(self) -> None:
+    def _drop_the_slowest_third(self) -> None:
         if len(self.running) <= 2:
             return
         ranked = sorted(self.running, key=lambda index: (typical(self.samples[index]), index))
-        keep = ranked[: max(2, (len(ranked) + 1) // 2)]
+        keep = ranked[: max(2, math.ceil(len(ranked) * 2 / 3))]
         if self.favourite in ranked and self.favourite not in keep:
             keep.append(self.favourite)
         self.running = keep
