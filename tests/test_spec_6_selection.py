@@ -9,7 +9,7 @@ import errno
 import json
 import logging
 import os
-import tempfile
+import sqlite3
 import threading
 import time
 
@@ -838,7 +838,6 @@ def read_only(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(tempfile, "mkstemp", refuse)
     monkeypatch.setattr(os, "mkdir", refuse)
     return tmp_path / "store"
 
@@ -890,8 +889,9 @@ def test_a_damaged_entry_in_the_store_is_tuned_again_and_replaced(kernel, x, tmp
     key = kernel.bind(x).key
     store = PersistentCache(tmp_path / "store")
     store.put(key, Config("old"))
-    (file,) = (path for path in store.path.rglob("*") if path.is_file())
-    file.write_text("{")
+    with contextlib.closing(sqlite3.connect(store.path / "configs.sqlite3")) as connection:
+        connection.execute("UPDATE ejkernel_entries SET config = '{'")
+        connection.commit()
     with caplog.at_level(logging.WARNING):
         assert ask(make_selector(persistent=store), kernel, x) == "autotune"
     assert len(warnings_in(caplog)) == 1
@@ -901,10 +901,10 @@ def test_a_damaged_entry_in_the_store_is_tuned_again_and_replaced(kernel, x, tmp
 def test_a_stored_config_that_no_longer_fits_its_class_is_tuned_again(kernel, x, tmp_path, caplog):
     store = PersistentCache(tmp_path / "store")
     store.put(kernel.bind(x).key, Config("old"))
-    (file,) = (path for path in store.path.rglob("*") if path.is_file())
-    entry = json.loads(file.read_text())
-    entry["config"] = {"name": "old", "removed_field": 3}
-    file.write_text(json.dumps(entry))
+    config = json.dumps({"name": "old", "removed_field": 3})
+    with contextlib.closing(sqlite3.connect(store.path / "configs.sqlite3")) as connection:
+        connection.execute("UPDATE ejkernel_entries SET config = ?", (config,))
+        connection.commit()
     with caplog.at_level(logging.WARNING):
         assert ask(make_selector(persistent=store), kernel, x) == "autotune"
     (warning,) = warnings_in(caplog)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.ops import ConfigSelectorChain, Kernel, Tuner
+from ejkernel.ops import Kernel, Tuner
 from ejkernel.ops.tuner.bench import LocalBench
 from ejkernel.ops.tuner.isolation import WorkerBench
 from ejkernel.ops.tuner.judge import wavers
@@ -174,22 +174,25 @@ def test_a_race_that_everyone_leaves_has_no_winner():
     assert Race([withdrawing(1.0, after=0), withdrawing(2.0, after=1)], margin=0.0).run() is None
 
 
-def test_every_step_of_a_tuning_run_is_an_event():
-    events = []
-    selector = ConfigSelectorChain(
-        tuner=Tuner(progress=False), on_event=lambda event, **data: events.append((event, data))
-    )
+def test_every_step_of_a_tuning_run_is_told():
+    steps = []
+    tuner = Tuner(progress=False, on_step=lambda step, **data: steps.append((step, data)))
     kernel = Moody("unsteady")
-    selector.choose(kernel.bind(X), kernel)
-    names = [event for event, _ in events]
-    assert names[0] == "autotune_start"
-    assert names[-1] == "autotune_finish"
-    steps = [data for event, data in events if event == "autotune_step"]
-    assert {step["op_id"] for step in steps} == {kernel.full_op_id}
-    kinds = [step["step"] for step in steps]
+    tune_invocation(tuner, kernel.bind(X), kernel)
+    assert {data["name"] for _, data in steps} == {"moody@v1(float32[64])"}
+    kinds = [step for step, _ in steps]
     assert kinds[0] == "build"
     assert kinds.index("candidate") < kinds.index("race") < kinds.index("round")
-    ready = [step["cfg"].kind for step in steps if step.get("verdict") == "ready"]
+    ready = [data["cfg"].kind for _, data in steps if data.get("verdict") == "ready"]
     assert sorted(ready) == ["right", "unsteady"]
-    refused = [step for step in steps if step.get("verdict") == "not deterministic"]
-    assert [step["cfg"] for step in refused] == [How("unsteady")]
+    refused = [data["cfg"] for _, data in steps if data.get("verdict") == "not deterministic"]
+    assert refused == [How("unsteady")]
+
+
+def test_a_listener_that_raises_does_not_end_the_run(caplog):
+    def listen(step, **data):
+        raise ValueError("not today")
+
+    outcome = tune(Moody("right"), on_step=listen)
+    assert outcome.best == How("right")
+    assert "not today" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Generic
 
 from ..core.types import Cfg, ConfigKey
@@ -10,10 +11,24 @@ from ..core.types import Cfg, ConfigKey
 
 @dataclasses.dataclass(frozen=True)
 class Passed:
-    """A source of configs that had none, and why."""
+    """A source of configs that had none, and why.
+
+    `more` finds out the rest, such as which entries are near: it costs a search, and is asked only
+    when a person wants to know.
+    """
 
     tier: str
     reason: str
+    more: Callable[[], str] | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    def explain(self) -> str:
+        """The reason, and what more there is to say."""
+        more = "" if self.more is None else self.more()
+        return f"{self.reason}; {more}" if more else self.reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Sent elsewhere, it is its text: the store is not there."""
+        return type(self), (self.tier, self.explain())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +62,7 @@ class Decision(Generic[Cfg]):
             f"  config   {self.cfg}",
             f"  chosen   by {self.tier}: {self.reason}",
         ]
-        lines += [f"  before   {passed.tier}: {passed.reason}" for passed in self.passed]
+        lines += [f"  before   {passed.tier}: {passed.explain()}" for passed in self.passed]
         return "\n".join(lines)
 
     def __str__(self) -> str:

@@ -1,24 +1,17 @@
-"""Configs on disk: one small JSON file per entry, written whole or not at all.
+"""Configs that survive the process: in an SQLite file, or on a database server for a team.
 
-Files of their own make many processes safe without locks: a writer renames a finished file into
-place, a reader sees the old or the new one, and a damaged file costs one entry. Nothing on disk is
+This turns configs into plain data and back; `ejkernel.store` keeps the data. Nothing on disk is
 touched before the first write, and nothing that is read is ever executed or imported.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
-import logging
 import os
 import pathlib
-import re
-import socket
-import tempfile
-import threading
 from collections.abc import Iterator, Mapping
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
+from ...store import FolderLocation, Store, locate
 from ..core.types import ConfigKey
 from ..utils import environment
 from ..utils.serialize import (
@@ -28,13 +21,10 @@ from ..utils.serialize import (
     remember_type,
     to_plain,
 )
-from ..utils.stable import short_hash
 from .cache import as_key
 
-logger = logging.getLogger(__name__)
-
-SCHEMA = 1
-_UNSAFE = re.compile(r"[^A-Za-z0-9_.@-]+")
+if TYPE_CHECKING:
+    from ..core.invocation import Invocation
 
 
 def default_path() -> pathlib.Path:
@@ -45,21 +35,30 @@ def default_path() -> pathlib.Path:
 class PersistentCache:
     """The interface of `ConfigCache`, surviving the process and shared between processes.
 
+    Reading never fails for the store's sake: one that cannot be read is said once and is then as
+    good as empty. `put` and `clear` raise a `StoreError`, which is an `OSError`.
+
     Args:
-      path: a folder, made on the first write. Default: `~/.cache/ejkernel/configs`
-        (`EJKERNEL_CACHE_DIR` moves it).
+      path: a folder, made on the first write, that holds the file `configs.sqlite3`; or the URL of
+        a database, `postgresql+psycopg://user@host/database` (needs `ejkernel[postgres]`).
+        Default: `~/.cache/ejkernel/configs` (`EJKERNEL_CACHE_DIR` moves it).
+
+    >>> import tempfile
+    >>> store = PersistentCache(tempfile.mkdtemp())
+    >>> store.put("cpu|x", "matmul@v1", "0123456789abcdef", {"block": 64})
+    >>> PersistentCache(store.path).get("cpu|x", "matmul@v1", "0123456789abcdef")
+    {'block': 64}
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        given = default_path() if path is None else pathlib.Path(path).expanduser()
-        if given.exists() and not given.is_dir():
-            raise NotADirectoryError(
-                f"PersistentCache: path={str(given)!r} is a file; give a folder (it is created "
-                "when the first config is kept)"
-            )
-        self.path = given
-        self._lock = threading.Lock()
-        self._warned: set[str] = set()
+        self._given = default_path() if path is None else path
+        self._store = Store(locate(self._given))
+
+    @property
+    def path(self) -> pathlib.Path | str:
+        """The folder; of a server its URL, without the password."""
+        location = self._store.location
+        return location.folder if isinstance(location, FolderLocation) else location.shown
 
     # --- writing ---------------------------------------------------------------------------------
 
@@ -79,7 +78,9 @@ class PersistentCache:
     def put(self, *parts: Any, about: Mapping[str, Any] | None = None) -> None:
         """Keep a config: `put(key, cfg)` or `put(device, op_id, call_key, cfg)`.
 
-        `about` is kept beside it: how it was measured, with which versions, by which source.
+        `about` is kept beside it: how it was measured, with which versions, from which source. Its
+        `trials` are kept one by one: those that are there already stay, unless the new ones
+        replace them or were made from another source, with another compiler, or in another way.
         """
         if len(parts) not in (2, 4):
             raise TypeError(
@@ -87,38 +88,16 @@ class PersistentCache:
                 f"got {len(parts)} arguments"
             )
         key, cfg = as_key(parts[:-1], "put"), parts[-1]
-        entry = {
-            "schema": SCHEMA,
-            "key": _plain_key(key),
-            "config": to_plain(cfg),
-            "config_type": qualified_name(type(cfg)),
-            "about": {
-                "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                "where": socket.gethostname(),
-                **(about or {}),
-            },
-        }
-        text = json.dumps(entry, indent=1, sort_keys=True)
+        self._store.put(key, to_plain(cfg), qualified_name(type(cfg)), about or {})
         remember_type(type(cfg))
-        self._write(self._file(key), text)
-
-    def _write(self, file: pathlib.Path, text: str) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=".writing-", suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                stream.write(text)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(temporary, file)
-        except BaseException:
-            os.unlink(temporary)
-            raise
 
     def clear(self) -> None:
         """Remove every entry."""
-        for file in self._files():
-            file.unlink(missing_ok=True)
+        self._store.clear()
+
+    def close(self) -> None:
+        """Close the file or the connection; the next use opens it again."""
+        self._store.close()
 
     # --- reading ---------------------------------------------------------------------------------
 
@@ -141,8 +120,19 @@ class PersistentCache:
         return None if entry is None else self.rebuild(entry, config_type)
 
     def entry(self, key: Any) -> dict[str, Any] | None:
-        """Everything kept under a key, as plain data, or None."""
-        return self._read(self._file(key))
+        """What is kept under a key, as plain data, or None: `key`, `config`, `config_type` and
+        `about`. The trials are apart: see `trials`.
+        """
+        entry = self._store.entry(key)
+        return None if entry is None else _with_key(entry)
+
+    def trials(self, key: Any) -> list[dict[str, Any]]:
+        """Every candidate that was tried for a key: its time and samples, or why it has none."""
+        return self._store.trials(key)
+
+    def related(self, limit: int = 200, **columns: str) -> list[dict[str, Any]]:
+        """Entries with these `device`, `op_id`, `call_key`; a final `*` stands for any ending."""
+        return [_with_key(entry) for entry in self._store.related(limit, **columns)]
 
     def rebuild(self, entry: Mapping[str, Any], config_type: Any = None) -> Any:
         """The config of what `entry` gave, as `config_type`; None, with a warning, if it cannot be.
@@ -151,50 +141,17 @@ class PersistentCache:
         """
         try:
             return from_plain(entry["config"], config_type or loaded_type(entry["config_type"]))
-        except (TypeError, ValueError) as error:
-            self._warn(
-                f"{entry['key']}",
+        except Exception as error:  # noqa: BLE001  a class may check its fields as it likes
+            self._store.notices.once(
+                f"config {entry['key']}",
                 f"the stored config of {entry['key']} no longer fits its class and is not used: "
                 f"{error}",
             )
             return None
 
-    def _read(self, file: pathlib.Path) -> dict[str, Any] | None:
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except (OSError, UnicodeDecodeError) as error:
-            self._warn(str(file), f"{file} cannot be read and is not used: {error}")
-            return None
-        try:
-            entry = json.loads(text)
-            if entry["schema"] > SCHEMA:
-                self._warn(
-                    "schema",
-                    f"{file} was written by a newer ejkernel (schema {entry['schema']}, this one "
-                    f"knows {SCHEMA}) and is not used",
-                )
-                return None
-            _check_entry(entry)
-        except (ValueError, KeyError, TypeError) as error:
-            self._warn(str(file), f"{file} is damaged and is not used: {error!r}")
-            return None
-        return dict(entry)
-
-    def _warn(self, about: str, message: str) -> None:
-        with self._lock:
-            if about in self._warned:
-                return
-            self._warned.add(about)
-        logger.warning("ejkernel store: %s", message)
-
-    # --- the folder ------------------------------------------------------------------------------
-
     def keys(self) -> list[Any]:
-        """The keys of all readable entries."""
-        entries = (self._read(file) for file in self._files())
-        return [_key_from_plain(entry["key"]) for entry in entries if entry is not None]
+        """The keys of all entries, the oldest first."""
+        return [_public_key(key) for key in self._store.list_keys()]
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.keys())
@@ -203,43 +160,31 @@ class PersistentCache:
         return self.entry(as_key((key,), "in")) is not None
 
     def __len__(self) -> int:
-        return len(self.keys())
+        return self._store.count()
 
     def __repr__(self) -> str:
         return f"PersistentCache({str(self.path)!r})"
 
-    def _files(self) -> Iterator[pathlib.Path]:
-        return (file for file in self.path.glob("*/[!.]*.json") if file.is_file())
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy in another process opens the same store: its pickle holds the whole URL."""
+        return type(self), (self._given,)
 
-    def _file(self, key: Any) -> pathlib.Path:
-        plain = _plain_key(key)
-        folder = plain[1] if isinstance(plain, list) else "other"
-        return (
-            self.path / _UNSAFE.sub("_", folder)[:80] / f"{short_hash(json.dumps(plain), 24)}.json"
-        )
+    # --- talking ---------------------------------------------------------------------------------
 
+    def warn(self, error: Exception, message: str) -> None:
+        """Say that something could not be kept: each kind of trouble of this store once."""
+        self._store.notices.once(getattr(error, "trouble", message), message)
 
-def _check_entry(entry: dict[str, Any]) -> None:
-    key, config_type = entry["key"], entry["config_type"]
-    parts = [key] if isinstance(key, str) else list(key)
-    if len(parts) not in (1, 3) or not all(isinstance(part, str) for part in parts):
-        raise ValueError(f"the key {key!r} is not one")
-    if not isinstance(config_type, str):
-        raise ValueError(f"the config type {config_type!r} is not a name")
-    if "config" not in entry:
-        raise KeyError("config")
+    def explain_miss(self, inv: Invocation[Any, Any]) -> str:
+        """Why there is nothing for a call: what the nearest entries have that it has not."""
+        from .explain import explain_miss
+
+        return explain_miss(self, inv)
 
 
-def _plain_key(key: Any) -> Any:
-    if isinstance(key, ConfigKey):
-        return list(key)
-    if isinstance(key, str):
-        return key
-    raise TypeError(
-        f"PersistentCache keys are (device, op_id, call_key) or a string, got {key!r} "
-        f"({type(key).__name__})"
-    )
+def _public_key(key: Any) -> Any:
+    return ConfigKey(*key) if isinstance(key, tuple) else key
 
 
-def _key_from_plain(plain: Any) -> Any:
-    return ConfigKey(*plain) if isinstance(plain, list) else plain
+def _with_key(entry: dict[str, Any]) -> dict[str, Any]:
+    return {**entry, "key": _public_key(entry["key"])}

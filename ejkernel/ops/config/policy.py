@@ -43,6 +43,13 @@ class AutotunePolicy:
                     f"AutotunePolicy: {name}={getattr(self, name)!r} must be True or False"
                 )
 
+    @property
+    def tunes_first(self) -> bool:
+        """On a miss, tuning comes before anything else."""
+        return self.allow_autotune and (
+            self.cache_miss_fallback == "autotune" or not self.allow_heuristics
+        )
+
     @classmethod
     def tuning(cls, autotune: bool) -> AutotunePolicy:
         """The policy behind the shorthand `autotune=True` or `autotune=False`."""

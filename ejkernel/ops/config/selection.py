@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..core.invocation import Invocation
@@ -15,6 +15,7 @@ from ..core.types import ConfigKey
 from ..utils.fingerprint import device_fingerprint
 from .cache import ConfigCache, overlay_cache
 from .decision import Decision, Passed
+from .freshness import State, can_be_continued, judge, made_by
 from .persistent import PersistentCache
 from .policy import AutotunePolicy, effective_policy, forward_autotune_only, policy_override
 from .tiers import (
@@ -111,10 +112,8 @@ class ConfigSelectorChain:
         # Part of jit keys, so a number that is never used again, not an address.
         self.selector_id = f"selector-{next(_count)}"
         self._tuner = tuner
-        self._stored: list[Tier] = [
-            MemoryTier(self.cache),
-            PersistentTier(self.persistent, self.cache),
-        ]
+        self._persistent = PersistentTier(self.persistent, self.cache)
+        self._stored: list[Tier] = [MemoryTier(self.cache), self._persistent]
         self._known: list[Tier] = [OverrideTier(), OverlayTier(), *self._stored]
         self._autotune = AutotuneTier(self._tune, self._keep, forbid_reautotune)
         self._heuristics = HeuristicsTier()
@@ -140,24 +139,42 @@ class ConfigSelectorChain:
             inv = dataclasses.replace(inv, kernel=kernel)
         request = self._request(inv, kernel)
         passed: list[Passed] = []
-        for tier in self._tiers(request.policy):
-            answer = tier.look(request)
-            if isinstance(answer, Found):
-                # Whatever serves: if the cache learns better later, this program selects again.
-                self.cache.mark_served(request.key)
-                return Decision(
-                    cfg=answer.cfg,
-                    tier=tier.name,
-                    key=request.key,
-                    reason=answer.reason,
-                    passed=tuple(passed),
-                    signature=inv.signature,
-                    about=answer.about,
-                )
-            passed.append(Passed(tier.name, answer))
+        answer = self._ask(request, self._tiers(request.policy), passed)
+        if answer is not None:
+            tier, found = answer
+            # Whatever serves: if the cache learns better later, this program selects again.
+            self.cache.mark_served(request.key)
+            return Decision(
+                cfg=found.cfg,
+                tier=tier.name,
+                key=request.key,
+                reason=found.reason,
+                passed=tuple(passed),
+                signature=inv.signature,
+                about=found.about,
+            )
         error = RuntimeError(_nothing_found(request, passed))
         request.emit("error", error=error)
         raise error
+
+    def _ask(
+        self, request: Request, tiers: Iterable[Tier], passed: list[Passed]
+    ) -> tuple[Tier, Found] | None:
+        """The first tier with a config. One in doubt is served if tuning does not replace it."""
+        doubtful: Found | None = None
+        for tier in tiers:
+            answer = tier.look(request)
+            if isinstance(answer, Found):
+                if not answer.doubt:
+                    return tier, answer
+                if not request.policy.tunes_first:
+                    return tier, self._persistent.serve(request, answer)
+                doubtful, answer = answer, f"{answer.doubt}; to be measured again"
+            more = self._persistent.more_about_nothing if tier is self._persistent else None
+            passed.append(Passed(tier.name, answer, more and more(request)))
+            if tier is self._autotune and doubtful is not None:
+                return self._persistent, self._persistent.serve(request, doubtful)
+        return None
 
     def known_config(self, op_id: str, call_key: str, device: str | None = None) -> Any:
         """What overlays, memory and disk hold for a label's operation; None if nothing."""
@@ -171,49 +188,61 @@ class ConfigSelectorChain:
             if cfg is not None:
                 return cfg
         cfg = self.cache.get(key)
-        if cfg is None and self.persistent is not None:
-            kernel = catalog.find(op_id)
-            cfg = self.persistent.get_as(key, kernel.config_type if kernel else None)
-        return cfg
-
-    def known_or_tuned(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Found | str:
-        """What memory or disk hold for an invocation, else the result of tuning it now.
-
-        Overlays and the policy have no say: this is an order to tune, not a call. A string says
-        why there is nothing.
-        """
-        return self.known(inv, kernel) or self.tuned(inv, kernel)
+        entry = None if cfg is not None or self.persistent is None else self.persistent.entry(key)
+        if entry is None or self.persistent is None:
+            return cfg
+        kernel = catalog.find(op_id)
+        if kernel is not None and judge(entry["about"], kernel, key).state is State.STALE:
+            return None
+        return self.persistent.rebuild(entry, kernel.config_type if kernel else None)
 
     def known(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Found | None:
-        """What memory or disk hold for an invocation, unless it is only the half of it."""
+        """What memory or disk hold for an invocation, unless it is unfinished or in doubt."""
         request = self._order(inv, kernel)
         if self._unfinished(request):
             return None
-        answers = (tier.look(request) for tier in self._stored)
-        return next((answer for answer in answers if isinstance(answer, Found)), None)
+        for tier in self._stored:
+            answer = tier.look(request)
+            if isinstance(answer, Found):
+                return None if answer.doubt else answer
+        return None
 
-    def tuned(
+    def known_or_tuned(
         self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], tuner: Tuner | None = None
     ) -> Found | str:
-        """The result of tuning an invocation now, by another tuner than the selector's if given."""
-        return self._autotune.look(dataclasses.replace(self._order(inv, kernel), tuner=tuner))
+        """What memory or disk hold for an invocation, else the result of tuning it now.
+
+        Overlays and the policy have no say: this is an order to tune, not a call. A string says
+        why there is nothing. `tuner` is used instead of the selector's.
+        """
+        request = dataclasses.replace(self._order(inv, kernel), tuner=tuner)
+        tiers = [self._autotune] if self._unfinished(request) else [*self._stored, self._autotune]
+        passed: list[Passed] = []
+        answer = self._ask(request, tiers, passed)
+        return passed[-1].reason if answer is None else answer[1]
 
     def _order(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Request:
-        return dataclasses.replace(self._request(inv, kernel, allow_autotune=True), offline=True)
+        request = self._request(inv, kernel, allow_autotune=True, cache_miss_fallback="autotune")
+        return dataclasses.replace(request, offline=True)
 
     def _unfinished(self, request: Request) -> bool:
         """True if the store has a result that was cut short, or that lacks a candidate of today."""
         entry = None if self.persistent is None else self.persistent.entry(request.key)
-        if entry is None or not entry.get("about", {}).get("trials"):
+        if entry is None or self.persistent is None:
             return False
-        if entry["about"].get("incomplete"):
+        about = entry["about"]
+        if judge(about, request.kernel, request.key).state is not State.FRESH:
+            return False  # the tier of the store deals with it
+        trials = self.persistent.trials(request.key)
+        if not trials:
+            return False
+        if about.get("incomplete"):
             return True
         from ..tuner.outcome import known_trials
 
         candidates = request.kernel.candidates(request.inv)
-        known = known_trials(candidates, entry["about"]["trials"])
-        tried = len(entry["about"]["trials"])
-        return len(known) < len(candidates) and tried < len(candidates)
+        known = known_trials(candidates, trials)
+        return len(known) < len(candidates) and len(trials) < len(candidates)
 
     def _request(
         self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], **changes: Any
@@ -237,9 +266,12 @@ class ConfigSelectorChain:
     def _earlier_trials(self, request: Request) -> list[Any]:
         """What the store knows of an earlier run that measured the same thing."""
         entry = None if self.persistent is None else self.persistent.entry(request.key)
-        about = (entry or {}).get("about", {})
+        if entry is None or self.persistent is None:
+            return []
         wanted = "forward and backward" if request.policy.validate_backward else "forward"
-        return list(about.get("trials", ())) if about.get("measured") == wanted else []
+        if not can_be_continued(entry["about"], request.kernel, wanted):
+            return []
+        return self.persistent.trials(request.key)
 
     def _keep(self, request: Request, outcome: Outcome[Any]) -> None:
         if request.offline:
@@ -252,14 +284,13 @@ class ConfigSelectorChain:
             self.persistent.put(
                 request.key,
                 outcome.best,
-                about={"signature": request.inv.signature, **outcome.about()},
+                about={**made_by(request.inv, request.kernel), **outcome.about()},
             )
         except (OSError, TypeError) as error:  # no room, no right, or a config that is no data
-            logger.warning(
-                "ejkernel: the tuned config of %s could not be written to %s: %s",
-                request.key,
-                self.persistent.path,
+            self.persistent.warn(
                 error,
+                f"the tuned config of {request.key} could not be written to "
+                f"{self.persistent.path}: {error}",
             )
 
     # --- events ----------------------------------------------------------------------------------
@@ -280,7 +311,7 @@ class ConfigSelectorChain:
 
 
 def _nothing_found(request: Request, passed: list[Passed]) -> str:
-    tiers = "\n".join(f"  {p.tier}: {p.reason}" for p in passed)
+    tiers = "\n".join(f"  {p.tier}: {p.explain()}" for p in passed)
     return (
         f"no config for {request.key.op_id}({request.inv.signature}), key {request.key.call_key} "
         f"on {request.key.device}:\n{tiers}\n"

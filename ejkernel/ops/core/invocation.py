@@ -116,8 +116,8 @@ class Invocation(Generic[Cfg, Out]):
     @property
     def signature(self) -> str:
         """The call as a person would write it: `float32[8,8], float32[8,8], causal=True`."""
-        positional = [_readable(arg) for arg in self.args]
-        keywords = [f"{name}={_readable(value)}" for name, value in self.kwargs.items()]
+        positional = [readable(arg) for arg in self.args]
+        keywords = [f"{name}={readable(value)}" for name, value in self.kwargs.items()]
         text = ", ".join(positional + keywords)
         if self.batch_axes is None:
             return text
@@ -151,7 +151,8 @@ class Invocation(Generic[Cfg, Out]):
             ) from error
 
 
-def _readable(value: Any) -> str:
+def readable(value: Any) -> str:
+    """An argument as a person would write it, with arrays as their dtype and shape."""
     leaves = jax.tree.leaves(value)
     if is_array(value):
         return leaf_signature(value)

@@ -166,7 +166,8 @@ def tune_invocations(
     answers = {key: _attempt(inv, selector.known) for key, inv in distinct.items()}
     open_ones = {key: distinct[key] for key, answer in answers.items() if answer is None}
     for key, tuner in tuners_by_share(selector.tuner, open_ones):
-        answers[key] = _attempt(distinct[key], functools.partial(selector.tuned, tuner=tuner))
+        tune = functools.partial(selector.known_or_tuned, tuner=tuner)
+        answers[key] = _attempt(distinct[key], tune)
     entries = []
     for key, answer in answers.items():
         if isinstance(answer, Found):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from types import TracebackType
@@ -9,13 +10,15 @@ from typing import Any
 
 from .outcome import Trial
 
+logger = logging.getLogger(__name__)
+
 
 class Progress:
     """Shows how far a tuning run is, and tells a listener of each step.
 
-    The steps are `"build"` (with `candidates`, how many), `"candidate"` (`cfg`, `verdict`,
-    `reason`: one is ready, or refused), `"race"` (`candidates`, `rounds` at most) and `"round"`
-    (`running`, `done`).
+    Each step is told with `name`, what is tuned. The steps are `"build"` (`candidates`, how many),
+    `"candidate"` (`cfg`, `verdict`, `reason`: one is ready, or refused), `"race"` (`candidates`,
+    `rounds` at most) and `"round"` (`running`, `done`).
 
     Args:
       name: what is tuned.
@@ -30,6 +33,7 @@ class Progress:
         on_step: Callable[..., None] | None = None,
     ) -> None:
         self._on_step = on_step
+        self._whole_name = name
         self._name = name if len(name) <= 48 else f"{name[:47]}…"
         self._wanted = sys.stderr.isatty() if wanted is None else wanted
         self._bar: Any = None
@@ -88,8 +92,13 @@ class Progress:
         self._tell("round", running=running, done=done)
 
     def _tell(self, step: str, **data: Any) -> None:
-        if self._on_step is not None:
-            self._on_step(step, **data)
+        if self._on_step is None:
+            return
+        try:
+            self._on_step(step, name=self._whole_name, **data)
+        except Exception:
+            # A listener is a guest: what it does wrong is said, and the run goes on.
+            logger.exception("ejkernel: on_step raised for %r of %s", step, self._whole_name)
 
     def _update(self, **fields: Any) -> None:
         if self._bar is not None:

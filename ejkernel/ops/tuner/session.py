@@ -45,7 +45,6 @@ def tune_request(
         request.kernel,
         backward=request.policy.validate_backward,
         stored=stored,
-        on_step=lambda step, **data: request.emit("autotune_step", step=step, **data),
     )
 
 
@@ -57,7 +56,6 @@ def tune_invocation(
     candidates: list[Any] | None = None,
     backward: bool = False,
     stored: Sequence[Mapping[str, Any]] = (),
-    on_step: Callable[..., None] | None = None,
 ) -> Outcome[Any]:
     """Measure a kernel's candidates for one invocation."""
     inv = dataclasses.replace(inv.abstract(), kernel=kernel)
@@ -100,7 +98,6 @@ def tune_invocation(
                 guard=_crash_guard(tuner, inv),
                 measured=measured,
                 notes=notes,
-                on_step=on_step,
             )
         )
 

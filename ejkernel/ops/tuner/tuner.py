@@ -41,6 +41,9 @@ class Tuner:
       clock: `"device"` ranks by the time that the profiler says the device worked, where it says
         that; `"wall"` by the time that passed; `"auto"` by the device's on GPU and TPU.
       progress: show a progress bar; None: in a terminal only.
+      on_step: called as `on_step(step, name=, **data)` at each step of a run; `step` is `"build"`
+        (`candidates`), `"candidate"` (`cfg`, `verdict`, `reason`), `"race"` (`candidates`,
+        `rounds`) or `"round"` (`running`, `done`).
       seed: of the random inputs, the running order and the search.
       timer: a clock in seconds; tests give a fake one.
 
@@ -61,6 +64,7 @@ class Tuner:
         isolation: Isolation = "none",
         clock: Clock = "auto",
         progress: bool | None = None,
+        on_step: Callable[..., None] | None = None,
         seed: int = 0,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -83,6 +87,7 @@ class Tuner:
         self.isolation = isolation
         self.clock: Clock = clock
         self.progress = progress
+        self.on_step = on_step
         self.seed = seed
         self.timer = timer
         self._counts = collections.Counter[str]()  # shared with what `changed` makes of it
@@ -151,7 +156,7 @@ class Tuner:
                 reference=None if work.reference is None else _flat(work.reference, rest),
             )
             bench = self.bench(arrays)
-            with Progress(work.name, self.progress, work.on_step) as progress:
+            with Progress(work.name, self.progress, self.on_step) as progress:
                 return Run(self, flat, bench, progress).run()
 
     def bench(self, arrays: list[Any]) -> Bench:

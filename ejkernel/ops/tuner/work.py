@@ -27,7 +27,6 @@ class Work:
       guard: a context manager made for each candidate, entered around its first run.
       measured: what the functions compute, for the report.
       notes: remarks to keep with the outcome.
-      on_step: told of each step of the run, as `on_step(step, **data)` (see `Progress`).
     """
 
     name: str
@@ -42,4 +41,3 @@ class Work:
     guard: Callable[[Any], Any] | None = None
     measured: str = "forward"
     notes: tuple[str, ...] = ()
-    on_step: Callable[..., None] | None = None

@@ -98,7 +98,7 @@ def _stable_callable(value: Any) -> Any:
         cells = [_cell_contents(cell) for cell in value.__closure__ or ()]
         return {
             "$function": f"{value.__module__}:{value.__qualname__}",
-            "$code": _code_hash(value.__code__),
+            "$code": code_hash(value.__code__),
             "$captured": [_stable(cell) for cell in cells],
             "$defaults": _stable(value.__defaults__),
             "$keyword_defaults": _stable(value.__kwdefaults__),
@@ -118,7 +118,8 @@ def _cell_contents(cell: types.CellType) -> Any:
         return None
 
 
-def _code_hash(code: types.CodeType) -> str:
+def code_hash(code: types.CodeType) -> str:
+    """A hash of what a function does, as far as its own code says."""
     constants = [_stable_constant(constant) for constant in code.co_consts]
     parts = [code.co_code.hex(), constants, code.co_names, code.co_varnames]
     return short_hash(json.dumps(parts, sort_keys=True))
@@ -126,7 +127,7 @@ def _code_hash(code: types.CodeType) -> str:
 
 def _stable_constant(constant: Any) -> Any:
     if isinstance(constant, types.CodeType):
-        return _code_hash(constant)
+        return code_hash(constant)
     return repr(constant) if constant is Ellipsis else _stable(constant)
 
 

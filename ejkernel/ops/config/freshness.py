@@ -1,0 +1,76 @@
+"""Is a stored config still worth what it was when it was measured?
+
+A kernel whose source changed makes its entries *stale*: they are kept and not served, and their
+timings are not used again. Another compiler makes them *suspect*: they are served, marked, and
+measured again where tuning is allowed. An entry that does not say what made it, such as one put by
+hand, is taken as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+from ...store.rows import COMPILERS, origin
+from ..core.invocation import Invocation
+from ..core.kernel import Kernel
+from ..core.types import ConfigKey
+from ..utils.fingerprint import device_fingerprint
+from ..utils.provenance import source_hash, versions
+
+
+class State(enum.Enum):
+    """What became of an entry since it was made."""
+
+    FRESH = "fresh"
+    STALE = "stale"
+    SUSPECT = "suspect"
+
+
+@dataclasses.dataclass(frozen=True)
+class Freshness:
+    """A state and, unless it is fresh, the reason in words: `suspect: measured with jaxlib …`."""
+
+    state: State
+    reason: str = ""
+
+
+def made_by(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> dict[str, Any]:
+    """What a new entry says about its origin."""
+    from .explain import call_fields
+
+    return {
+        "signature": inv.signature,
+        "call": call_fields(inv),
+        "source": source_hash(kernel),
+        "versions": versions(),
+    }
+
+
+def judge(about: Mapping[str, Any], kernel: Kernel[Any, Any], key: ConfigKey) -> Freshness:
+    """Compare what made an entry with what would make it now."""
+    source = about.get("source")
+    if source is not None and source != source_hash(kernel):
+        when = f" on {about['when']}" if "when" in about else ""
+        return Freshness(
+            State.STALE, f"stale: the kernel's source changed since it was tuned{when}"
+        )
+    if key.device != device_fingerprint():
+        return Freshness(State.FRESH)  # what compiles for a device that is not here, nobody knows
+    then, now = about.get("versions"), versions()
+    changed = [
+        f"{name} {then[name]}, this is {now[name]}"
+        for name in COMPILERS
+        if isinstance(then, dict) and name in then and then[name] != now[name]
+    ]
+    if changed:
+        return Freshness(State.SUSPECT, f"suspect: measured with {'; '.join(changed)}")
+    return Freshness(State.FRESH)
+
+
+def can_be_continued(about: Mapping[str, Any], kernel: Kernel[Any, Any], measured: str) -> bool:
+    """True if a tuning run of today may use an entry's trials: the same origin throughout."""
+    now = {"source": source_hash(kernel), "versions": versions(), "measured": measured}
+    return origin(about) == origin(now)

@@ -1,0 +1,34 @@
+"""Where tuned configs live: an SQLite file by default, a server database by URL.
+
+`Store` keeps plain data by key. `ejkernel.ops.PersistentCache` is what programs use: it turns
+configs into plain data and back.
+"""
+
+from .errors import (
+    StoreBusy,
+    StoreDamaged,
+    StoreError,
+    StoreFull,
+    StoreNewer,
+    StoreReadOnly,
+    StoreRefused,
+    StoreUnavailable,
+)
+from .location import FolderLocation, Location, ServerLocation, locate
+from .store import Store
+
+__all__ = [
+    "FolderLocation",
+    "Location",
+    "ServerLocation",
+    "Store",
+    "StoreBusy",
+    "StoreDamaged",
+    "StoreError",
+    "StoreFull",
+    "StoreNewer",
+    "StoreReadOnly",
+    "StoreRefused",
+    "StoreUnavailable",
+    "locate",
+]

@@ -1,0 +1,165 @@
+"""A store in a file of this machine: made on the first write, whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import uuid
+
+from . import folder, quarantine
+from .database import Database, new_file, open_file
+from .errors import StoreDamaged, StoreError, StoreGone, StoreReadOnly, StoreUnavailable
+from .folder import Identity
+from .location import FolderLocation
+from .notices import Notices
+from .opening import bring_up_to_date, create_or_migrate, find_schema
+
+
+@dataclasses.dataclass(frozen=True)
+class _Opened:
+    database: Database
+    identity: Identity
+    refusal: StoreError | None  # why it may not be written
+
+
+class FileHome:
+    """Opens the file when it is needed, and again when another one has taken its place."""
+
+    def __init__(self, location: FolderLocation, notices: Notices) -> None:
+        self._location = location
+        self._notices = notices
+        self._opened: _Opened | None = None
+
+    def database(self, *, write: bool) -> Database | None:
+        """The open store. None if there is no file and none is needed to read."""
+        there = folder.identity(self._location)
+        if self._opened is None or self._opened.identity != there:
+            self.close()
+            if there is None and not write:
+                return None
+            folder.check_owner(self._location)
+            if there is None:
+                self._make()
+            self._opened = self._open()
+        if write and self._opened.refusal is not None:
+            raise type(self._opened.refusal)(str(self._opened.refusal))
+        return self._opened.database
+
+    def recover(self, error: StoreError) -> bool:
+        """After an error: put right what can be. True if another attempt makes sense."""
+        seen = None if self._opened is None else self._opened.identity
+        self.close()
+        if isinstance(error, StoreGone):
+            return True
+        if not isinstance(error, StoreDamaged):
+            return False
+        aside = quarantine.set_aside(self._location, seen or folder.identity(self._location))
+        if aside is not None:
+            target, reason = aside
+            self._notices.once(
+                str(target),
+                f"{self._location.file} is damaged: {reason}. It was moved to {target} and is "
+                "kept; work goes on with an empty store",
+            )
+        return True
+
+    def close(self) -> None:
+        """Close the file, if it is open."""
+        if self._opened is not None:
+            self._opened.database.close()
+            self._opened = None
+
+    # --- opening ---------------------------------------------------------------------------------
+
+    def _open(self) -> _Opened:
+        file = self._location.file
+        with folder.held(self._location, alone=False):
+            there = folder.identity(self._location)
+            if there is None:
+                raise StoreGone(f"{file} was removed a moment ago")
+            if file.stat().st_size == 0:
+                raise StoreDamaged(f"{file} is empty")
+            database, found, refusal = self._connected()
+        if found == 0:
+            raise StoreDamaged(f"{file} has no tables of a store")
+        try:
+            refusal = bring_up_to_date(database, str(file), found, self._notices.once) or refusal
+        except StoreError:
+            database.close()
+            raise
+        return _Opened(database, there, refusal)
+
+    def _connected(self) -> tuple[Database, int, StoreError | None]:
+        """The database in the freest way that works, its schema, and why it may not be written."""
+        refusal: StoreError | None = None
+        for mode in ("rw", "ro", "immutable"):
+            # Without the right to write beside it, a log that is there cannot be read along.
+            if mode == "immutable" and self._has_log():
+                break
+            database = open_file(self._location, mode=mode)
+            try:
+                return database, find_schema(database, str(self._location.file)), refusal
+            except (StoreUnavailable, StoreReadOnly) as error:
+                database.close()
+                refusal = refusal or StoreReadOnly(str(error))
+            except StoreError:
+                database.close()
+                raise
+        raise StoreUnavailable(f"{refusal}. Check who may read and write {self._location.folder}")
+
+    def _has_log(self) -> bool:
+        log = pathlib.Path(f"{self._location.file}-wal")
+        return log.exists() and log.stat().st_size > 0
+
+    # --- making ----------------------------------------------------------------------------------
+
+    def _make(self) -> None:
+        """Make the file under another name and move it into place: it is never seen half made."""
+        location = self._location
+        try:
+            location.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreUnavailable(f"{location.folder} cannot be made: {error.strerror}") from None
+        with folder.held(location, alone=True) as really:
+            if folder.identity(location) is not None:
+                return  # someone was faster
+            if really:
+                self._remove_unfinished()
+            draft = location.folder / f"{location.name}.new-{uuid.uuid4().hex}"
+            try:
+                draft.touch(exist_ok=False)
+                self._fill(draft)
+                if really:
+                    os.rename(draft, location.file)
+                else:  # two may be here at once: the first one wins
+                    os.link(draft, location.file)
+                folder.flush(location.folder)
+            except FileExistsError:
+                return
+            except OSError as error:
+                if isinstance(error, StoreError):
+                    raise
+                raise StoreUnavailable(
+                    f"{location.folder} cannot be written: {error.strerror}"
+                ) from None
+            finally:
+                self._remove(draft)
+
+    def _fill(self, draft: pathlib.Path) -> None:
+        journal = "DELETE" if folder.on_network(self._location.folder) else "WAL"
+        database = new_file(draft, str(self._location.file), journal=journal)
+        try:
+            database.write(create_or_migrate)
+        finally:
+            database.close()
+
+    def _remove_unfinished(self) -> None:
+        for left in self._location.folder.glob(f"{self._location.name}.new-*"):
+            left.unlink(missing_ok=True)
+
+    def _remove(self, draft: pathlib.Path) -> None:
+        for suffix in ("", *quarantine.COMPANIONS):
+            with contextlib.suppress(OSError):
+                pathlib.Path(f"{draft}{suffix}").unlink(missing_ok=True)

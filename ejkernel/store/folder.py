@@ -1,0 +1,168 @@
+"""The folder of a store: may it be trusted, who may open or move its file right now."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pathlib
+import stat
+import time
+from collections.abc import Iterator
+
+from .errors import StoreBusy, StoreRefused, StoreUnavailable
+from .location import FolderLocation
+
+Identity = tuple[int, int]
+
+PATIENCE = 30.0
+"""Seconds to wait for others before giving up; they hold locks for milliseconds."""
+
+_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "beegfs", "ceph", "afs"}
+
+
+def identity(location: FolderLocation) -> Identity | None:
+    """Which file is there now: device and inode; None if there is none."""
+    try:
+        status = os.stat(location.file)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise StoreUnavailable(f"{location.file} cannot be read: {error.strerror}") from None
+    return status.st_dev, status.st_ino
+
+
+# --- trust ---------------------------------------------------------------------------------------
+
+
+def check_owner(location: FolderLocation) -> None:
+    """Refuse a folder that another user controls: what we read and write there could be theirs.
+
+    Refused are links that someone else made, what a link of one's own leads to if it belongs to
+    someone else, and folders of someone else in which everyone may write.
+    """
+    if not hasattr(os, "geteuid"):
+        return
+    folder = location.folder
+    if not os.path.lexists(folder):
+        _check_parent(folder)
+        return
+    for place in (folder, location.file):
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            link = os.lstat(place)
+            if not stat.S_ISLNK(link.st_mode):
+                continue
+            if not _ours(link):
+                raise _refused(place, f"it is a link made by {_user(link.st_uid)}")
+            if not _ours(os.stat(place)):
+                target, owner = os.path.realpath(place), _user(os.stat(place).st_uid)
+                raise _refused(place, f"it is a link to {target}, which belongs to {owner}")
+    status = os.stat(folder)
+    if not _ours(status, root=False) and status.st_mode & stat.S_IWOTH:
+        raise _refused(folder, f"it belongs to {_user(status.st_uid)} and everyone may write in it")
+    _check_parent(folder)
+
+
+def _check_parent(folder: pathlib.Path) -> None:
+    """Where everyone may rename what is not theirs, our folder can be replaced at any time."""
+    parent = next((p for p in folder.absolute().parents if p.is_dir()), None)
+    if parent is None:
+        return
+    status = os.stat(parent)
+    open_to_all = status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX
+    if open_to_all and not _ours(status):
+        raise _refused(
+            folder,
+            f"the folder {parent} above it belongs to {_user(status.st_uid)} and everyone may "
+            "replace what is in it",
+        )
+
+
+def _ours(status: os.stat_result, root: bool = True) -> bool:
+    return status.st_uid == os.geteuid() or (root and status.st_uid == 0)
+
+
+def _user(uid: int) -> str:
+    return "root" if uid == 0 else f"another user (uid {uid})"
+
+
+def _refused(place: pathlib.Path, why: str) -> StoreRefused:
+    return StoreRefused(
+        f"{place} is not used: {why}. Give a folder of your own: PersistentCache(path), or "
+        "EJKERNEL_CACHE_DIR"
+    )
+
+
+# --- locks ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def held(location: FolderLocation, *, alone: bool) -> Iterator[bool]:
+    """Hold the folder while opening the store's file, or alone while making or moving it.
+
+    The lock is on the folder itself, so that it leaves no file behind. True if it is a real one;
+    some file systems have none.
+    """
+    try:
+        import fcntl
+    except ImportError:  # not POSIX
+        yield False
+        return
+    try:
+        descriptor = os.open(location.folder, os.O_RDONLY)
+    except OSError as error:
+        raise StoreUnavailable(f"{location.folder} cannot be read: {error.strerror}") from None
+    try:
+        yield _locked(descriptor, fcntl.LOCK_EX if alone else fcntl.LOCK_SH, location)
+    finally:
+        os.close(descriptor)  # and with it the lock
+
+
+def _locked(descriptor: int, kind: int, location: FolderLocation) -> bool:
+    import fcntl
+
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES, errno.EINTR):
+                return False
+        else:
+            return True
+        if time.monotonic() > deadline:
+            raise StoreBusy(f"{location.folder} was locked by others for {PATIENCE:.0f} s")
+        time.sleep(0.01)
+
+
+def flush(folder: pathlib.Path) -> None:
+    """Make the names in a folder durable: a new one is only in memory before."""
+    if os.name != "posix":  # elsewhere a folder cannot be opened
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# --- file systems --------------------------------------------------------------------------------
+
+
+def on_network(folder: pathlib.Path) -> bool:
+    """True if other machines may have the same folder: SQLite's shared memory ends at this one."""
+    try:
+        mounts = pathlib.Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not Linux
+        return False
+    path = os.path.realpath(folder)
+    best, kind = "", ""
+    for line in mounts.splitlines():
+        left, _, right = line.partition(" - ")
+        fields, point = left.split(), ""
+        if len(fields) > 4:
+            point = fields[4].replace("\\040", " ")
+        inside = path == point or path.startswith(point.rstrip("/") + "/")
+        if point and inside and len(point) >= len(best):
+            best, kind = point, right.split(" ", 1)[0]
+    return kind in _NETWORK or kind.startswith("fuse.sshfs")

@@ -1,0 +1,69 @@
+"""A file that is no store is moved aside: kept for a person to look at, and out of the way."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pathlib
+
+from . import folder
+from .database import open_file
+from .errors import StoreDamaged, StoreUnavailable
+from .folder import Identity
+from .location import FolderLocation
+from .opening import find_schema
+
+COMPANIONS = ("-wal", "-shm", "-journal")
+"""What SQLite keeps beside a file while it is in use."""
+
+
+def set_aside(location: FolderLocation, seen: Identity | None) -> tuple[pathlib.Path, str] | None:
+    """Move the damaged file `seen` away; where to, and what is wrong with it.
+
+    None if there is nothing to do: the file is sound after all, or another process was faster.
+    """
+    with folder.held(location, alone=True):
+        # Looked at again, now that nobody is opening or moving it: a passing fault of one process
+        # must not take the store away from all of them.
+        if folder.identity(location) != seen:
+            return None
+        reason = damage(location)
+        if reason is None:
+            return None
+        try:
+            return _move(location), reason
+        except OSError as error:
+            raise StoreUnavailable(
+                f"{location.file} is damaged ({reason}) and cannot be moved aside: "
+                f"{error.strerror}; move it away yourself"
+            ) from None
+
+
+def damage(location: FolderLocation) -> str | None:
+    """What is wrong with the file of a store, or None if it is sound."""
+    if location.file.stat().st_size == 0:
+        return "it is empty"
+    database = open_file(location)
+    try:
+        if find_schema(database, str(location.file)) == 0:
+            return "it has no tables of a store"
+        found = database.read(lambda c: c.exec_driver_sql("PRAGMA integrity_check(1)").scalar())
+        return None if found == "ok" else str(found)
+    except StoreDamaged as error:
+        return str(error)
+    finally:
+        database.close()
+
+
+def _move(location: FolderLocation) -> pathlib.Path:
+    moment = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+    target, number = location.folder / f"{location.name}.damaged-{moment}", 1
+    while os.path.lexists(target):
+        number += 1
+        target = location.folder / f"{location.name}.damaged-{moment}-{number}"
+    # The file itself goes last. Beside a new, empty file SQLite would delete a log it finds.
+    for suffix in (*COMPANIONS, ""):
+        part = location.folder / f"{location.name}{suffix}"
+        if os.path.lexists(part):
+            os.rename(part, f"{target}{suffix}")
+    return target

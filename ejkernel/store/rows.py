@@ -1,0 +1,161 @@
+"""Entries and trials as rows, and back as plain data."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import socket
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .keys import Key, from_columns, storable, to_columns
+
+COMPILERS = ("jax", "jaxlib", "backend")
+"""Of the versions of an entry, those that make the program: another one makes other timings."""
+
+NOT_TRIED = "not tried"
+"""The verdict that says nothing: it never takes the place of one that does."""
+
+_TEXTS = ("signature", "measured", "incomplete", "source", "when", "where")
+_NUMBERS = ("seconds", "heuristic_seconds")
+_OBJECTS = ("call", "versions")
+
+
+def now() -> str:
+    """This moment, UTC, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+# --- entries -------------------------------------------------------------------------------------
+
+
+def entry_row(
+    key: Key, config: Any, config_type: str, about: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The row of an entry and those of its trials. Raises `TypeError` for what is no plain data."""
+    rest: dict[str, Any] = {"when": now(), "where": socket.gethostname(), **about}
+    records = rest.pop("trials", None) or ()
+    row: dict[str, Any] = {
+        **to_columns(key)._asdict(),
+        "config": _json(config),
+        "config_type": storable(config_type),
+    }
+    for name in _TEXTS:
+        row[name] = storable(rest.pop(name)) if isinstance(rest.get(name), str) else None
+    for name in _NUMBERS:
+        row[name] = float(rest.pop(name)) if _is_number(rest.get(name)) else None
+    for name in _OBJECTS:
+        row[name] = _json(rest.pop(name)) if isinstance(rest.get(name), dict) else None
+    # These two always have a value, also if the caller gave something else than text.
+    row["when"] = row["when"] or now()
+    row["where"] = row["where"] or ""
+    row["about"] = _json(rest)
+    return row, _trial_rows(records, origin(about), row["when"])
+
+
+def entry_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry as plain data, from its row. Raises `ValueError` if the row is damaged."""
+    about: dict[str, Any] = {}
+    for name in _TEXTS:
+        if row[name] is not None:
+            about[name] = _checked(row[name], str, name)
+    for name in _NUMBERS:
+        if row[name] is not None:
+            about[name] = _checked(row[name], float, name)
+    for name in _OBJECTS:
+        if row[name] is not None:
+            about[name] = _checked(_parsed(row[name], name), dict, name)
+    about.update(_checked(_parsed(row["about"], "about"), dict, "about"))
+    return {
+        "key": key_of(row),
+        "config": _parsed(row["config"], "config"),
+        "config_type": _checked(row["config_type"], str, "config_type"),
+        "about": about,
+    }
+
+
+def key_of(row: Mapping[str, Any]) -> Key:
+    """The key of a row."""
+    return from_columns(
+        *(_checked(row[name], str, name) for name in ("device", "op_id", "call_key"))
+    )
+
+
+def origin(about: Mapping[str, Any]) -> str:
+    """What made an entry's timings: those of one origin can be compared with each other.
+
+    It is the kernel's source, what was measured, and what compiled it.
+    """
+    versions = about.get("versions")
+    compilers = [versions.get(name) for name in COMPILERS] if isinstance(versions, dict) else None
+    return _digest(_json([about.get("source"), about.get("measured"), compilers]))
+
+
+# --- trials --------------------------------------------------------------------------------------
+
+
+def _trial_rows(records: Iterable[Any], origin: str, when: str) -> list[dict[str, Any]]:
+    rows: dict[str, dict[str, Any]] = {}
+    for record in records:
+        if not isinstance(record, Mapping):
+            raise TypeError(f"a trial is a mapping with its config and verdict, got {record!r}")
+        rest = dict(record)
+        config = _json(rest.pop("config", None))
+        seconds = rest.pop("seconds", None)
+        candidate = _digest(config)
+        rows[candidate] = {
+            "candidate": candidate,
+            "origin": origin,
+            "config": config,
+            "verdict": storable(str(rest.pop("verdict", NOT_TRIED))),
+            "seconds": float(seconds) if _is_number(seconds) else None,
+            "samples_ns": _json(rest.pop("samples_ns", [])),
+            "reason": storable(str(rest.pop("reason", ""))),
+            "when": storable(str(rest.pop("when", when))),
+            "about": _json(rest),
+        }
+    return list(rows.values())
+
+
+def trial_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A trial as plain data, from its row. Raises `ValueError` if the row is damaged."""
+    return {
+        **_checked(_parsed(row["about"], "about"), dict, "about"),
+        "config": _parsed(row["config"], "config"),
+        "verdict": row["verdict"],
+        "seconds": row["seconds"],
+        "samples_ns": _checked(_parsed(row["samples_ns"], "samples_ns"), list, "samples_ns"),
+        "reason": row["reason"],
+        "when": row["when"],
+    }
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+def _json(value: Any) -> str:
+    # ASCII: every database holds it, and no character of a config can be lost on the way.
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _parsed(text: Any, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"its {name} cannot be read: {error}") from error
+
+
+def _checked(value: Any, kind: type, name: str) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"its {name} is {value!r}")
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # neither nan nor inf
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
