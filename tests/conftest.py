@@ -15,6 +15,7 @@ import pytest
 def isolated(tmp_path, monkeypatch):
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "ejkernel-cache"))
     for name in (
+        "EJKERNEL_CONFIG_PATH",
         "EJKERNEL_AUTOTUNE",
         "EJKERNEL_OPS_STAMP",
         "EJKERNEL_OPS_PREFIX",

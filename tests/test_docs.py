@@ -46,7 +46,8 @@ def test_docstring_examples_run(name):
 def test_every_environment_variable_is_documented():
     page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
     for variable in environment.VARIABLES:
-        row = f"| `{variable.name}` | `{variable.default}` | {variable.meaning} |"
+        default = f"`{variable.default}`" if variable.default else "–"
+        row = f"| `{variable.name}` | {default} | {variable.meaning} |"
         assert row in page
     assert set(re.findall(r"EJKERNEL_\w+", page)) == {v.name for v in environment.VARIABLES}
 

@@ -4,6 +4,7 @@
 configs into plain data and back.
 """
 
+from .bundle import Bundle, BundleError, Conflict
 from .errors import (
     StoreBusy,
     StoreDamaged,
@@ -18,6 +19,9 @@ from .location import FolderLocation, Location, ServerLocation, locate
 from .store import Store
 
 __all__ = [
+    "Bundle",
+    "BundleError",
+    "Conflict",
     "FolderLocation",
     "Location",
     "ServerLocation",

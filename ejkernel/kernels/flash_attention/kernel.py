@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ejkernel.ops import BwdParams, FwdParams, Invocation, Kernel
+from ejkernel.ops import BwdParams, Dimension, FwdParams, Invocation, Kernel, NearShapes
 
 from . import xla
 
@@ -28,6 +28,13 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
     """
 
     version = "1"
+    # Blocks are chosen for a length; the number of sequences hardly matters, and a block that is
+    # longer than a sequence is cut to it.
+    near_shapes = NearShapes(
+        Dimension(argument=(0, 1, 2), axis=0, rounding="nearest"),
+        Dimension(argument=(0, 1, 2), axis=1, rounding="nearest"),
+        within=4.0,
+    )
 
     def __init__(self) -> None:
         super().__init__(name="flash_attention")

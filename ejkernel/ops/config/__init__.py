@@ -4,6 +4,7 @@ from typing import Any
 
 from .cache import ConfigCache, overlay_cache
 from .decision import Decision
+from .exchange import export_bundle, import_bundle, verify_bundle
 from .persistent import PersistentCache
 from .policy import AutotunePolicy, forward_autotune_only, policy_override
 from .selection import ConfigSelectorChain
@@ -17,9 +18,12 @@ __all__ = [
     "PersistentCache",
     "Space",
     "Tuner",
+    "export_bundle",
     "forward_autotune_only",
+    "import_bundle",
     "overlay_cache",
     "policy_override",
+    "verify_bundle",
 ]
 
 

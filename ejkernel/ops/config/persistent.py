@@ -91,6 +91,12 @@ class PersistentCache:
         self._store.put(key, to_plain(cfg), qualified_name(type(cfg)), about or {})
         remember_type(type(cfg))
 
+    def put_plain(
+        self, key: ConfigKey, config: Any, config_type: str, *, about: Mapping[str, Any]
+    ) -> None:
+        """Keep what `entry` of a store or a bundle gave: a config that is plain data already."""
+        self._store.put(key, config, config_type, about)
+
     def clear(self) -> None:
         """Remove every entry."""
         self._store.clear()

@@ -24,12 +24,15 @@ class AutotunePolicy:
       allow_heuristics: use the kernel's default config.
       cache_miss_fallback: which of the two comes first; the other follows if allowed.
       validate_backward: tune forward plus backward, and compare gradients too.
+      near_shapes: before the heuristics, use the config of the nearest tuned shape: True for every
+        kernel, False for none, None for those that declare it (`Kernel.near_shapes`).
     """
 
     allow_autotune: bool = True
     allow_heuristics: bool = True
     cache_miss_fallback: Fallback = "autotune"
     validate_backward: bool = False
+    near_shapes: bool | None = None
 
     def __post_init__(self) -> None:
         if self.cache_miss_fallback not in ("autotune", "heuristics"):
@@ -42,6 +45,10 @@ class AutotunePolicy:
                 raise TypeError(
                     f"AutotunePolicy: {name}={getattr(self, name)!r} must be True or False"
                 )
+        if self.near_shapes is not None and not isinstance(self.near_shapes, bool):
+            raise TypeError(
+                f"AutotunePolicy: near_shapes={self.near_shapes!r} must be True, False or None"
+            )
 
     @property
     def tunes_first(self) -> bool:

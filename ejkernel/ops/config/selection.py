@@ -16,8 +16,10 @@ from ..utils.fingerprint import device_fingerprint
 from .cache import ConfigCache, overlay_cache
 from .decision import Decision, Passed
 from .freshness import State, can_be_continued, judge, made_by
+from .near import NearTier
 from .persistent import PersistentCache
 from .policy import AutotunePolicy, effective_policy, forward_autotune_only, policy_override
+from .stored import BundleTier, PersistentTier, StoredTier
 from .tiers import (
     AutotuneTier,
     Found,
@@ -25,7 +27,6 @@ from .tiers import (
     MemoryTier,
     OverlayTier,
     OverrideTier,
-    PersistentTier,
     Request,
     Tier,
 )
@@ -59,10 +60,11 @@ def __getattr__(name: str) -> Any:
 
 
 class ConfigSelectorChain:
-    """Asks, in this order: override, overlay, memory, persistent, autotune, heuristics.
+    """Asks override, overlay, memory, persistent, bundle, autotune, near and heuristics, in order.
 
-    The policy's `cache_miss_fallback` decides which of the last two comes first. When no tier has
-    a config, `choose` raises a `RuntimeError` that lists each tier with its reason.
+    The policy's `cache_miss_fallback` decides whether tuning comes before the last two or after
+    them. When no tier has a config, `choose` raises a `RuntimeError` that lists each tier with its
+    reason.
 
     Args:
       cache: the memory cache (a new one by default).
@@ -113,10 +115,14 @@ class ConfigSelectorChain:
         self.selector_id = f"selector-{next(_count)}"
         self._tuner = tuner
         self._persistent = PersistentTier(self.persistent, self.cache)
-        self._stored: list[Tier] = [MemoryTier(self.cache), self._persistent]
+        self._stored: list[Tier] = [
+            MemoryTier(self.cache),
+            self._persistent,
+            BundleTier(self.cache),
+        ]
         self._known: list[Tier] = [OverrideTier(), OverlayTier(), *self._stored]
         self._autotune = AutotuneTier(self._tune, self._keep, forbid_reautotune)
-        self._heuristics = HeuristicsTier()
+        self._defaults: list[Tier] = [NearTier(self.persistent), HeuristicsTier()]
 
     @property
     def tuner(self) -> Tuner:
@@ -161,19 +167,21 @@ class ConfigSelectorChain:
         self, request: Request, tiers: Iterable[Tier], passed: list[Passed]
     ) -> tuple[Tier, Found] | None:
         """The first tier with a config. One in doubt is served if tuning does not replace it."""
-        doubtful: Found | None = None
+        doubtful: tuple[StoredTier, Found] | None = None
         for tier in tiers:
             answer = tier.look(request)
             if isinstance(answer, Found):
-                if not answer.doubt:
+                if not answer.doubt or not isinstance(tier, StoredTier):
                     return tier, answer
                 if not request.policy.tunes_first:
-                    return tier, self._persistent.serve(request, answer)
-                doubtful, answer = answer, f"{answer.doubt}; to be measured again"
+                    return tier, tier.serve(request, answer)
+                doubtful = doubtful or (tier, answer)
+                answer = f"{answer.doubt}; to be measured again"
             more = self._persistent.more_about_nothing if tier is self._persistent else None
             passed.append(Passed(tier.name, answer, more and more(request)))
             if tier is self._autotune and doubtful is not None:
-                return self._persistent, self._persistent.serve(request, doubtful)
+                source, found = doubtful
+                return source, source.serve(request, found)
         return None
 
     def known_config(self, op_id: str, call_key: str, device: str | None = None) -> Any:
@@ -253,8 +261,8 @@ class ConfigSelectorChain:
 
     def _tiers(self, policy: AutotunePolicy) -> list[Tier]:
         if policy.cache_miss_fallback == "heuristics":
-            return [*self._known, self._heuristics, self._autotune]
-        return [*self._known, self._autotune, self._heuristics]
+            return [*self._known, *self._defaults, self._autotune]
+        return [*self._known, self._autotune, *self._defaults]
 
     # --- tuning ----------------------------------------------------------------------------------
 

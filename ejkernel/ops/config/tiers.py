@@ -6,18 +6,15 @@ A tier answers with a `Found` or says why it has nothing. It knows nothing of th
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..core.types import ConfigKey
 from . import ambient
 from .cache import ConfigCache, OverlayLayer
-from .freshness import State, judge
-from .persistent import PersistentCache
 from .policy import AutotunePolicy
 
 if TYPE_CHECKING:
@@ -115,53 +112,6 @@ class MemoryTier:
         request.kernel.check_config(cfg, "the memory cache holds")
         request.emit("cache_hit", level="memory", cfg=cfg)
         return Found(cfg, "in the memory cache")
-
-
-class PersistentTier:
-    """The store; what it finds is kept in memory too."""
-
-    name = "persistent"
-
-    def __init__(self, store: PersistentCache | None, cache: ConfigCache) -> None:
-        self.store = store
-        self.cache = cache
-
-    def look(self, request: Request) -> Found | str:
-        """A config in doubt is not served yet: see `serve`."""
-        if self.store is None:
-            return "no persistent cache is set"
-        entry = self.store.entry(request.key)
-        cfg = None if entry is None else self.store.rebuild(entry, request.kernel.config_type)
-        if entry is None or cfg is None:
-            return f"nothing for this call in {self.store.path}"
-        about = entry["about"]
-        freshness = judge(about, request.kernel, request.key)
-        if freshness.state is State.STALE:
-            return freshness.reason
-        request.kernel.check_config(cfg, "the store holds")
-        reason = f"stored{_when(about)} in {self.store.path}"
-        if freshness.state is State.SUSPECT:
-            about = {**about, "suspect": freshness.reason}
-            return Found(cfg, f"{reason}; {freshness.reason}", about, doubt=freshness.reason)
-        return self.serve(request, Found(cfg, reason, about))
-
-    def serve(self, request: Request, found: Found) -> Found:
-        """Say that a config is used, and remember it unless it may be replaced any time."""
-        if not found.doubt:
-            self.cache.put_quietly(request.key, found.cfg)
-        request.emit("cache_hit", level="persistent", cfg=found.cfg)
-        return found
-
-    def more_about_nothing(self, request: Request) -> Callable[[], str] | None:
-        """How to find out why there is nothing; it searches the store, so only when asked."""
-        if self.store is None:
-            return None
-        # Without its arrays: the explanation may outlive the trace that they belong to.
-        return functools.partial(self.store.explain_miss, request.inv.abstract())
-
-
-def _when(about: Mapping[str, Any]) -> str:
-    return f" on {about['when']} by {about.get('where', '?')}" if "when" in about else ""
 
 
 class HeuristicsTier:

@@ -2,6 +2,16 @@
 
 from .invocation import BatchAxes, Invocation
 from .kernel import Kernel
+from .near import Dimension, NearShapes
 from .types import Cfg, ConfigKey, Out
 
-__all__ = ["BatchAxes", "Cfg", "ConfigKey", "Invocation", "Kernel", "Out"]
+__all__ = [
+    "BatchAxes",
+    "Cfg",
+    "ConfigKey",
+    "Dimension",
+    "Invocation",
+    "Kernel",
+    "NearShapes",
+    "Out",
+]

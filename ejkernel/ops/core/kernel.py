@@ -22,6 +22,7 @@ from .dispatch import (
     suffix_order,
 )
 from .invocation import Invocation, KeyBuilder
+from .near import NearShapes
 from .space import Space
 from .types import Cfg, Out
 
@@ -75,6 +76,9 @@ class Kernel(Generic[Cfg, Out]):
     tune_implementations: ClassVar[bool] = False
     """Race the device's implementations too. The config class needs a field
     `implementation: str | None = None`, which then says which one a config is for."""
+
+    near_shapes: ClassVar[NearShapes | None] = None
+    """Where a call that was never tuned may use the config of a tuned one of other sizes."""
 
     key_builder: KeyBuilder | None = None
     """Builds the call key instead of `Invocation.call_key`, if set."""

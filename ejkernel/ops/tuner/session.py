@@ -66,7 +66,7 @@ def tune_invocation(
         favourite = _favourite(kernel, inv)
         with _blaming(name, "make_inputs"):
             args, kwargs = realistic_inputs(kernel, inv, getattr(tuner, "seed", 0))
-        make_fn = _function_maker(inv, kernel)
+        make_fn = function_maker(inv, kernel)
         reference = getattr(kernel, "reference", None)
         if reference is not None:
             reference = _mapped(reference, inv)
@@ -107,7 +107,7 @@ def heuristic_seconds(tuner: Tuner, inv: Invocation[Any, Any], kernel: Kernel[An
     inv = dataclasses.replace(inv.abstract(), kernel=kernel)
     with outside_trace():
         cfg = kernel.heuristic(inv)
-        function = _function_maker(inv, kernel)(cfg)
+        function = function_maker(inv, kernel)(cfg)
         arrays, rest = split(realistic_inputs(kernel, inv, tuner.seed))
         bench = tuner.bench(arrays)
         handle = bench.compile(bench.lower(lambda *arrays: _call(function, rest, arrays)))
@@ -199,9 +199,11 @@ def _favourite(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> Any:
         return None
 
 
-def _function_maker(
+def function_maker(
     inv: Invocation[Any, Any], kernel: Kernel[Any, Any]
 ) -> Callable[[Any], Function]:
+    """Gives the function of an invocation's arguments that runs a kernel with a config."""
+
     def make(cfg: Any) -> Function:
         def function(*args: Any, **kwargs: Any) -> Any:
             return run_unlabelled(dataclasses.replace(inv, args=args, kwargs=kwargs), kernel, cfg)

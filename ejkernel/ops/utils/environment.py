@@ -46,6 +46,11 @@ CACHE_DIR = Variable(
     "~/.cache/ejkernel",
     "folder of everything kept on disk; tuned configs live in its subfolder `configs`",
 )
+CONFIG_PATH = Variable(
+    "EJKERNEL_CONFIG_PATH",
+    "",
+    "bundles of tuned configs: files and folders, divided as in `PATH`; read-only",
+)
 AUTOTUNE = Variable(
     "EJKERNEL_AUTOTUNE",
     "0",
@@ -67,4 +72,4 @@ RECORD = Variable(
     choices=("auto", "1", "0"),
 )
 
-VARIABLES: tuple[Variable, ...] = (CACHE_DIR, AUTOTUNE, STAMP, PREFIX, RECORD)
+VARIABLES: tuple[Variable, ...] = (CACHE_DIR, CONFIG_PATH, AUTOTUNE, STAMP, PREFIX, RECORD)

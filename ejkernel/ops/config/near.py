@@ -1,0 +1,127 @@
+"""The config of the nearest tuned shape, where a kernel or the policy allows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+from ..core.near import NearShapes
+from ..core.partition import split
+from ..utils.serialize import from_plain
+from ..utils.stable import stable_json
+from .explain import call_fields
+from .freshness import State, judge
+from .persistent import PersistentCache
+from .stored import shipped
+from .tiers import Found, Request
+
+
+class NearTier:
+    """Looks for tuned calls that differ only in sizes that do not matter much.
+
+    It comes just before the heuristics, and like them is never kept: tuning the call itself is
+    better.
+    """
+
+    name = "near"
+
+    def __init__(self, store: PersistentCache | None) -> None:
+        self.store = store
+
+    def look(self, request: Request) -> Found | str:
+        rule = _rule_of(request)
+        if isinstance(rule, str):
+            return rule
+        asked = call_fields(request.inv)
+        near = [
+            (distance, str(entry["key"]), entry)
+            for entry in self._entries(request)
+            if (distance := rule.distance(asked, entry["about"].get("call") or {})) is not None
+        ]
+        reasons = []
+        for _, _, entry in sorted(near, key=lambda item: item[:2]):
+            cfg = self._usable(request, entry)
+            if isinstance(cfg, _Unusable):
+                reasons.append(cfg.reason)
+                continue
+            about = entry["about"]
+            signature = about.get("signature", "?")
+            request.emit("near_hit", cfg=cfg, near=signature)
+            return Found(cfg, f"tuned for {signature}, the nearest of {len(near)}", about)
+        if reasons:
+            return f"of {len(near)} near calls none has a usable config: {reasons[0]}"
+        return "no tuned call is near enough"
+
+    def _entries(self, request: Request) -> Iterator[Mapping[str, Any]]:
+        key = request.key
+        if self.store is not None:
+            yield from self.store.related(limit=1000, op_id=key.op_id, device=key.device)
+        yield from shipped().of_operation(key.op_id, key.device)
+
+    def _usable(self, request: Request, entry: Mapping[str, Any]) -> Any:
+        """The config of an entry if it is one for this call too."""
+        if judge(entry["about"], request.kernel, request.key).state is State.STALE:
+            return _Unusable("it is stale")
+        try:
+            cfg = from_plain(entry["config"], request.kernel.config_type)
+            request.kernel.check_config(cfg, "a near entry holds")
+        except Exception as error:  # noqa: BLE001  a class may check its fields as it likes
+            return _Unusable(f"{entry['config']} does not fit the kernel's class: {error}")
+        reason = _reason_against(request, cfg)
+        return cfg if reason is None else _Unusable(f"{cfg} {reason}")
+
+
+class _Unusable:
+    """Why a near config is of no use; not a config, whatever configs are."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
+def _rule_of(request: Request) -> NearShapes | str:
+    allowed, declared = request.policy.near_shapes, request.kernel.near_shapes
+    if allowed is False:
+        return "the policy does not allow it (near_shapes=False)"
+    if declared is not None:
+        return declared
+    if allowed is None:
+        return "the kernel does not declare near_shapes"
+    return NearShapes()
+
+
+def _reason_against(request: Request, cfg: Any) -> str | None:
+    """Why a config is not valid for a call: it was chosen for another one."""
+    kernel, inv = request.kernel, request.inv.abstract()
+    not_supported = getattr(kernel, "not_supported", None)
+    reasons = list(not_supported(cfg, inv)) if not_supported is not None else []
+    if reasons:
+        return f"is not supported here: {'; '.join(reasons)}"
+    if kernel.near_shapes is None:  # the author did not say that configs can be lent
+        known = {stable_json(candidate) for candidate in kernel.candidates(inv)}
+        if stable_json(cfg) not in known:
+            return "is not among the candidates of this call"
+    try:
+        if _output(request, cfg) != _output(request, kernel.heuristic(inv)):
+            return "gives an output of another shape than the heuristic config"
+    except NotImplementedError:  # no heuristic: nothing to compare with
+        return None
+    except Exception as error:  # noqa: BLE001  whatever it is, another config serves
+        return f"cannot be traced for this call: {type(error).__name__}: {error}"
+    return None
+
+
+def _output(request: Request, cfg: Any) -> Any:
+    """What a call with a config returns, as shapes."""
+    from ..tuner.session import function_maker
+
+    inv = request.inv.abstract()
+    function = function_maker(inv, request.kernel)(cfg)
+    arrays, rest = split((inv.args, dict(inv.kwargs)))
+
+    def run(*arrays: Any) -> Any:
+        args, kwargs = rest.merge(arrays)
+        return function(*args, **kwargs)
+
+    return jax.eval_shape(run, *arrays)

@@ -1,0 +1,114 @@
+"""Bundles on this machine: a team's in `EJKERNEL_CONFIG_PATH`, a library's in its wheel.
+
+A library ships bundles by an entry point of the group `ejkernel.configs`. Its value is a package
+of the library that holds `*.json` files (`"mylib.configs"`), or one file in it
+(`"mylib.configs:v5e.json"`). The package is looked up, never imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import re
+from collections.abc import Iterator
+
+from .bundle import Bundle, BundleError, Entry
+
+GROUP = "ejkernel.configs"
+_VALUE = re.compile(r"\s*([\w.]+)\s*(?::\s*([\w./-]+)\s*)?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A file of configs, and who says that it is one."""
+
+    path: pathlib.Path
+    origin: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Trouble:
+    """Something that was to be a bundle and cannot be used."""
+
+    what: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.reason}"
+
+
+class Shipped:
+    """All bundles found, in order: the first one that has a key answers for it.
+
+    Args:
+      search_path: files and folders, divided as in `PATH`; they come before installed packages.
+      packages: look for installed packages that ship configs.
+    """
+
+    def __init__(self, search_path: str = "", *, packages: bool = True) -> None:
+        self.troubles: list[Trouble] = []
+        self.bundles: list[tuple[Source, Bundle]] = []
+        for source in [*self._on_path(search_path), *(self._installed() if packages else ())]:
+            try:
+                self.bundles.append((source, Bundle.load(source.path)))
+            except (OSError, BundleError) as error:
+                self.troubles.append(Trouble(f"{source.path} ({source.origin})", str(error)))
+
+    def find(self, key: tuple[str, str, str]) -> tuple[Entry, Source] | None:
+        """The entry of a key, and where it comes from."""
+        for source, bundle in self.bundles:
+            entry = bundle.get(key)
+            if entry is not None:
+                return entry, source
+        return None
+
+    def of_operation(self, op_id: str, device: str) -> Iterator[Entry]:
+        """All entries of an operation on a device."""
+        for _, bundle in self.bundles:
+            for entry in bundle:
+                if entry["key"][:2] == (device, op_id):
+                    yield entry
+
+    def _on_path(self, search_path: str) -> Iterator[Source]:
+        for part in filter(None, search_path.split(os.pathsep)):
+            yield from self._files(pathlib.Path(part).expanduser(), "EJKERNEL_CONFIG_PATH")
+
+    def _installed(self) -> Iterator[Source]:
+        points = importlib.metadata.entry_points(group=GROUP)
+        for point in sorted(points, key=lambda point: (point.name, point.value)):
+            origin = f"entry point {point.name} = {point.value}"
+            match = _VALUE.fullmatch(point.value)
+            folder = None if match is None else _folder_of(match[1])
+            if match is None or folder is None:
+                reason = "there is no such package; the value is a package with *.json files"
+                self.troubles.append(Trouble(origin, reason))
+                continue
+            yield from self._files(folder / match[2] if match[2] else folder, origin)
+
+    def _files(self, path: pathlib.Path, origin: str) -> Iterator[Source]:
+        if path.is_dir():
+            files = sorted(path.glob("*.json"))
+            if not files:
+                self.troubles.append(Trouble(f"{path} ({origin})", "it has no *.json file"))
+            yield from (Source(file, origin) for file in files)
+        elif path.is_file():
+            yield Source(path, origin)
+        else:
+            self.troubles.append(Trouble(f"{path} ({origin})", "there is no such file or folder"))
+
+
+def _folder_of(package: str) -> pathlib.Path | None:
+    """The folder of a package. Only the top one is looked up, so that no code of it runs."""
+    top, *inside = package.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return None
+    for location in (spec.submodule_search_locations or ()) if spec is not None else ():
+        folder = pathlib.Path(location).joinpath(*inside)
+        if folder.is_dir():
+            return folder
+    return None
