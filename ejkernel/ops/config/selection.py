@@ -6,13 +6,14 @@ import dataclasses
 import itertools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..core.invocation import Invocation
 from ..core.kernel import Kernel
 from ..core.types import ConfigKey
 from ..utils.fingerprint import device_fingerprint
+from .agreement import Answer, agreement_in_force
 from .cache import ConfigCache, overlay_cache
 from .decision import Decision, Passed
 from .persistent import PersistentCache
@@ -115,7 +116,7 @@ class ConfigSelectorChain:
             MemoryTier(self.cache),
             PersistentTier(self.persistent, self.cache),
         ]
-        self._known: list[Tier] = [OverrideTier(), OverlayTier(), *self._stored]
+        self._written: list[Tier] = [OverrideTier(), OverlayTier()]  # what the program itself says
         self._autotune = AutotuneTier(self._tune, self._keep, forbid_reautotune)
         self._heuristics = HeuristicsTier()
 
@@ -139,25 +140,50 @@ class ConfigSelectorChain:
         if inv.kernel is None:
             inv = dataclasses.replace(inv, kernel=kernel)
         request = self._request(inv, kernel)
-        passed: list[Passed] = []
-        for tier in self._tiers(request.policy):
+        answer = self._walk(request, self._written)
+        if not isinstance(answer, Decision):
+            passed = answer
+            answer = self._settled(
+                request, lambda request: self._walk(request, self._tiers(request.policy), passed)
+            )
+        if isinstance(answer, Decision):
+            # Whatever serves: if the cache learns better later, this program selects again.
+            self.cache.mark_served(request.key)
+            return answer
+        error = RuntimeError(_nothing_found(request, answer))
+        request.emit("error", error=error)
+        raise error
+
+    def _walk(
+        self, request: Request, tiers: Iterable[Tier], passed: tuple[Passed, ...] = ()
+    ) -> Answer:
+        """What the first of the tiers that has a config says; else why none has one."""
+        for tier in tiers:
             answer = tier.look(request)
             if isinstance(answer, Found):
-                # Whatever serves: if the cache learns better later, this program selects again.
-                self.cache.mark_served(request.key)
                 return Decision(
                     cfg=answer.cfg,
                     tier=tier.name,
                     key=request.key,
                     reason=answer.reason,
-                    passed=tuple(passed),
-                    signature=inv.signature,
+                    passed=passed,
+                    signature=request.inv.signature,
                     about=answer.about,
                 )
-            passed.append(Passed(tier.name, answer))
-        error = RuntimeError(_nothing_found(request, passed))
-        request.emit("error", error=error)
-        raise error
+            passed = (*passed, Passed(tier.name, answer))
+        return passed
+
+    def _settled(self, request: Request, ask: Callable[[Request], Answer]) -> Answer:
+        """What `ask` says; with several processes, what one of them said, in all of them."""
+        agreement = agreement_in_force()
+        if agreement is None:
+            return ask(request)
+        answer = agreement.settle(request, self.cache.generation, ask)
+        if isinstance(answer, Decision) and (
+            answer.tier != self._heuristics.name or request.key in self.cache
+        ):
+            self.cache.put_quietly(request.key, answer.cfg)  # memory never disagrees with what runs
+        return answer
 
     def known_config(self, op_id: str, call_key: str, device: str | None = None) -> Any:
         """What overlays, memory and disk hold for a label's operation; None if nothing."""
@@ -183,12 +209,14 @@ class ConfigSelectorChain:
         why there is nothing.
         """
         request = dataclasses.replace(self._request(inv, kernel, allow_autotune=True), offline=True)
-        tiers = [self._autotune] if self._unfinished(request) else [*self._stored, self._autotune]
-        for tier in tiers:
-            answer = tier.look(request)
-            if isinstance(answer, Found):
-                return answer
-        return answer
+        answer = self._settled(request, self._known_or_tuned_here)
+        if isinstance(answer, Decision):
+            return Found(answer.cfg, answer.reason, answer.about)
+        return answer[-1].reason
+
+    def _known_or_tuned_here(self, request: Request) -> Answer:
+        known = [] if self._unfinished(request) else self._stored
+        return self._walk(request, [*known, self._autotune])
 
     def _unfinished(self, request: Request) -> bool:
         """True if the store has a result that was cut short, or that lacks a candidate of today."""
@@ -213,8 +241,8 @@ class ConfigSelectorChain:
 
     def _tiers(self, policy: AutotunePolicy) -> list[Tier]:
         if policy.cache_miss_fallback == "heuristics":
-            return [*self._known, self._heuristics, self._autotune]
-        return [*self._known, self._autotune, self._heuristics]
+            return [*self._stored, self._heuristics, self._autotune]
+        return [*self._stored, self._autotune, self._heuristics]
 
     # --- tuning ----------------------------------------------------------------------------------
 
@@ -231,7 +259,7 @@ class ConfigSelectorChain:
         return list(about.get("trials", ())) if about.get("measured") == wanted else []
 
     def _keep(self, request: Request, outcome: Outcome[Any]) -> None:
-        if request.offline:
+        if request.offline or request.agreed:
             self.cache.put_quietly(request.key, outcome.best)
         else:
             self.cache.put(request.key, outcome.best)
@@ -268,7 +296,7 @@ class ConfigSelectorChain:
         return emit
 
 
-def _nothing_found(request: Request, passed: list[Passed]) -> str:
+def _nothing_found(request: Request, passed: tuple[Passed, ...]) -> str:
     tiers = "\n".join(f"  {p.tier}: {p.reason}" for p in passed)
     return (
         f"no config for {request.key.op_id}({request.inv.signature}), key {request.key.call_key} "

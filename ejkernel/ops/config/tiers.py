@@ -40,6 +40,7 @@ class Request:
     policy: AutotunePolicy
     emit: Emit
     offline: bool = False  # asked by a tuning run, not by a call that runs with the answer
+    agreed: bool = False  # asked for all processes of a job; programs keep what was agreed before
 
 
 @dataclasses.dataclass(frozen=True)

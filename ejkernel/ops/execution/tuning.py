@@ -7,6 +7,7 @@ from typing import Any, TypeVar, overload
 
 import jax
 
+from ..config.agreement import AgreementError
 from ..config.selection import ConfigSelectorChain
 from ..config.tiers import Found
 from ..core.invocation import Invocation
@@ -188,5 +189,7 @@ def _tuned(selector: ConfigSelectorChain, inv: Invocation[Any, Any]) -> Found | 
         return "the invocation has no kernel"
     try:
         return selector.known_or_tuned(inv, inv.kernel)
+    except AgreementError:
+        raise  # another process may have an answer: going on without it would be to disagree
     except Exception as error:  # noqa: BLE001  one operation must not end the run of the others
         return f"{type(error).__name__}: {error}"

@@ -40,6 +40,20 @@ class Variable:
             f"environment variable {self.name}={value!r} is not a switch; set it to 1 or 0"
         )
 
+    def seconds(self) -> float:
+        """The value as a time in seconds, 0 or more."""
+        value = self.read()
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = -1.0
+        if not 0 <= seconds < float("inf"):
+            raise ValueError(
+                f"environment variable {self.name}={value!r} is not a time; set it to a number of "
+                "seconds, 0 or more"
+            )
+        return seconds
+
 
 CACHE_DIR = Variable(
     "EJKERNEL_CACHE_DIR",
@@ -66,5 +80,18 @@ RECORD = Variable(
     "`1` (all of them), `0` (none)",
     choices=("auto", "1", "0"),
 )
+AGREEMENT_SECONDS = Variable(
+    "EJKERNEL_AGREEMENT_SECONDS",
+    "600",
+    "in a job of several processes: how long one waits for the config that another one decides; "
+    "`0`: each process decides for itself",
+)
 
-VARIABLES: tuple[Variable, ...] = (CACHE_DIR, AUTOTUNE, STAMP, PREFIX, RECORD)
+VARIABLES: tuple[Variable, ...] = (
+    CACHE_DIR,
+    AUTOTUNE,
+    STAMP,
+    PREFIX,
+    RECORD,
+    AGREEMENT_SECONDS,
+)
