@@ -208,6 +208,10 @@ class PersistentCache:
     def __repr__(self) -> str:
         return f"PersistentCache({str(self.path)!r})"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy in another process opens the same store."""
+        return type(self), (self.path,)
+
     def _files(self) -> Iterator[pathlib.Path]:
         return (file for file in self.path.glob("*/[!.]*.json") if file.is_file())
 

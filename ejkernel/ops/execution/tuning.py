@@ -161,7 +161,7 @@ def tune_invocations(
         key = inv.key
         if (key.op_id, key.call_key) in entries:
             continue
-        answer = _tuned(selector, inv)
+        answer = tuned_or_reason(selector, inv)
         if isinstance(answer, str):
             skipped.append(Skipped(label(key.op_id, key.call_key), answer))
             continue
@@ -184,7 +184,8 @@ def _entry(inv: Invocation[Any, Any], found: Found) -> Entry:
     )
 
 
-def _tuned(selector: ConfigSelectorChain, inv: Invocation[Any, Any]) -> Found | str:
+def tuned_or_reason(selector: ConfigSelectorChain, inv: Invocation[Any, Any]) -> Found | str:
+    """What `selector.known_or_tuned` has for an invocation; a string says why there is nothing."""
     if inv.kernel is None:
         return "the invocation has no kernel"
     try:

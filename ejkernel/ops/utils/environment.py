@@ -55,6 +55,16 @@ class Variable:
         return seconds
 
 
+def is_set(name: str) -> bool:
+    """True if a variable of another program has a value."""
+    return bool(os.environ.get(name))
+
+
+def preset(name: str, value: str) -> None:
+    """Set a variable of another program that is started from here, unless the user has set it."""
+    os.environ.setdefault(name, value)
+
+
 CACHE_DIR = Variable(
     "EJKERNEL_CACHE_DIR",
     "~/.cache/ejkernel",
