@@ -20,6 +20,7 @@ def isolated(tmp_path, monkeypatch):
         "EJKERNEL_OPS_STAMP",
         "EJKERNEL_OPS_PREFIX",
         "EJKERNEL_OPS_RECORD",
+        "EJKERNEL_AGREEMENT_SECONDS",
     ):
         monkeypatch.delenv(name, raising=False)
     from ejkernel.ops import clear_invocations, set_default_executor

@@ -46,6 +46,7 @@ class ConfigCache:
         self._lock = threading.RLock()
         self._configs: dict[Any, Any] = {}
         self._served: set[Any] = set()
+        self.generation = 0  # how often `install` and `clear` changed what is in force
 
     @overload
     def put(self, key: Any, cfg: Any, /) -> None: ...
@@ -76,6 +77,17 @@ class ConfigCache:
         """The config of `(key)` or `(device, op_id, call_key)`, or None."""
         return self._configs.get(as_key(parts, "get"))
 
+    def install(self, configs: Mapping[Any, Any]) -> None:
+        """Put configs in force for good; programs that were traced before select again.
+
+        In a job of several processes every process must do so, as with all that changes programs:
+        what they agreed on before is settled anew.
+        """
+        with self._lock:
+            self._configs.update((as_key((key,), "install"), cfg) for key, cfg in configs.items())
+            self.generation += 1
+        ambient.forget_traces()
+
     def put_quietly(self, key: Any, cfg: Any) -> None:
         """Like `put`, but programs that were traced before keep the config they have."""
         with self._lock:
@@ -92,6 +104,7 @@ class ConfigCache:
             served = bool(self._served)
             self._configs.clear()
             self._served.clear()
+            self.generation += 1
         if served:
             ambient.forget_traces()
 

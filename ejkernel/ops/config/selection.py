@@ -13,6 +13,7 @@ from ..core.invocation import Invocation
 from ..core.kernel import Kernel
 from ..core.types import ConfigKey
 from ..utils.fingerprint import device_fingerprint
+from .agreement import Answer, agreement_in_force
 from .cache import ConfigCache, overlay_cache
 from .decision import Decision, Passed
 from .freshness import State, can_be_continued, judge, made_by
@@ -120,7 +121,7 @@ class ConfigSelectorChain:
             self._persistent,
             BundleTier(self.cache),
         ]
-        self._known: list[Tier] = [OverrideTier(), OverlayTier(), *self._stored]
+        self._written: list[Tier] = [OverrideTier(), OverlayTier()]  # what the program itself says
         self._autotune = AutotuneTier(self._tune, self._keep, forbid_reautotune)
         self._defaults: list[Tier] = [NearTier(self.persistent), HeuristicsTier()]
 
@@ -144,45 +145,55 @@ class ConfigSelectorChain:
         if inv.kernel is None:
             inv = dataclasses.replace(inv, kernel=kernel)
         request = self._request(inv, kernel)
-        passed: list[Passed] = []
-        answer = self._ask(request, self._tiers(request.policy), passed)
-        if answer is not None:
-            tier, found = answer
+        answer = self._ask(request, self._written)
+        if not isinstance(answer, Decision):
+            passed = answer
+            answer = self._settled(
+                request, lambda request: self._ask(request, self._tiers(request.policy), passed)
+            )
+        if isinstance(answer, Decision):
             # Whatever serves: if the cache learns better later, this program selects again.
             self.cache.mark_served(request.key)
-            return Decision(
-                cfg=found.cfg,
-                tier=tier.name,
-                key=request.key,
-                reason=found.reason,
-                passed=tuple(passed),
-                signature=inv.signature,
-                about=found.about,
-            )
-        error = RuntimeError(_nothing_found(request, passed))
+            return answer
+        error = RuntimeError(_nothing_found(request, answer))
         request.emit("error", error=error)
         raise error
 
+    def _settled(self, request: Request, ask: Callable[[Request], Answer]) -> Answer:
+        """What `ask` says; with several processes, what one of them said, in all of them."""
+        agreement = agreement_in_force()
+        if agreement is None:
+            return ask(request)
+        answer = agreement.settle(request, self.cache.generation, ask)
+        if isinstance(answer, Decision):
+            default = answer.tier in [tier.name for tier in self._defaults]
+            if not default or request.key in self.cache:  # memory never disagrees with what runs
+                self.cache.put_quietly(request.key, answer.cfg)
+        return answer
+
     def _ask(
-        self, request: Request, tiers: Iterable[Tier], passed: list[Passed]
-    ) -> tuple[Tier, Found] | None:
-        """The first tier with a config. One in doubt is served if tuning does not replace it."""
+        self, request: Request, tiers: Iterable[Tier], passed: tuple[Passed, ...] = ()
+    ) -> Answer:
+        """What the first tier with a config says; else why none has one.
+
+        A config in doubt is served if tuning does not replace it.
+        """
         doubtful: tuple[StoredTier, Found] | None = None
         for tier in tiers:
             answer = tier.look(request)
             if isinstance(answer, Found):
                 if not answer.doubt or not isinstance(tier, StoredTier):
-                    return tier, answer
+                    return _decision(request, tier, answer, passed)
                 if not request.policy.tunes_first:
-                    return tier, tier.serve(request, answer)
+                    return _decision(request, tier, tier.serve(request, answer), passed)
                 doubtful = doubtful or (tier, answer)
                 answer = f"{answer.doubt}; to be measured again"
             more = self._persistent.more_about_nothing if tier is self._persistent else None
-            passed.append(Passed(tier.name, answer, more and more(request)))
+            passed = (*passed, Passed(tier.name, answer, more and more(request)))
             if tier is self._autotune and doubtful is not None:
                 source, found = doubtful
-                return source, source.serve(request, found)
-        return None
+                return _decision(request, source, source.serve(request, found), passed)
+        return passed
 
     def known_config(self, op_id: str, call_key: str, device: str | None = None) -> Any:
         """What overlays, memory and disk hold for a label's operation; None if nothing."""
@@ -205,7 +216,13 @@ class ConfigSelectorChain:
         return self.persistent.rebuild(entry, kernel.config_type if kernel else None)
 
     def known(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Found | None:
-        """What memory or disk hold for an invocation, unless it is unfinished or in doubt."""
+        """What memory or disk hold for an invocation, unless it is unfinished or in doubt.
+
+        With several processes, what this one holds is not for it alone to say: see
+        `known_or_tuned`.
+        """
+        if agreement_in_force() is not None:
+            return None
         request = self._order(inv, kernel)
         if self._unfinished(request):
             return None
@@ -224,10 +241,14 @@ class ConfigSelectorChain:
         why there is nothing. `tuner` is used instead of the selector's.
         """
         request = dataclasses.replace(self._order(inv, kernel), tuner=tuner)
-        tiers = [self._autotune] if self._unfinished(request) else [*self._stored, self._autotune]
-        passed: list[Passed] = []
-        answer = self._ask(request, tiers, passed)
-        return passed[-1].reason if answer is None else answer[1]
+        answer = self._settled(request, self._known_or_tuned_here)
+        if isinstance(answer, Decision):
+            return Found(answer.cfg, answer.reason, answer.about)
+        return answer[-1].reason
+
+    def _known_or_tuned_here(self, request: Request) -> Answer:
+        known = [] if self._unfinished(request) else self._stored
+        return self._ask(request, [*known, self._autotune])
 
     def _order(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Request:
         request = self._request(inv, kernel, allow_autotune=True, cache_miss_fallback="autotune")
@@ -261,8 +282,8 @@ class ConfigSelectorChain:
 
     def _tiers(self, policy: AutotunePolicy) -> list[Tier]:
         if policy.cache_miss_fallback == "heuristics":
-            return [*self._known, *self._defaults, self._autotune]
-        return [*self._known, self._autotune, *self._defaults]
+            return [*self._stored, *self._defaults, self._autotune]
+        return [*self._stored, self._autotune, *self._defaults]
 
     # --- tuning ----------------------------------------------------------------------------------
 
@@ -282,7 +303,7 @@ class ConfigSelectorChain:
         return self.persistent.trials(request.key)
 
     def _keep(self, request: Request, outcome: Outcome[Any]) -> None:
-        if request.offline:
+        if request.offline or request.agreed:
             self.cache.put_quietly(request.key, outcome.best)
         else:
             self.cache.put(request.key, outcome.best)
@@ -318,7 +339,21 @@ class ConfigSelectorChain:
         return emit
 
 
-def _nothing_found(request: Request, passed: list[Passed]) -> str:
+def _decision(
+    request: Request, tier: Tier, found: Found, passed: tuple[Passed, ...]
+) -> Decision[Any]:
+    return Decision(
+        cfg=found.cfg,
+        tier=tier.name,
+        key=request.key,
+        reason=found.reason,
+        passed=passed,
+        signature=request.inv.signature,
+        about=found.about,
+    )
+
+
+def _nothing_found(request: Request, passed: tuple[Passed, ...]) -> str:
     tiers = "\n".join(f"  {p.tier}: {p.explain()}" for p in passed)
     return (
         f"no config for {request.key.op_id}({request.inv.signature}), key {request.key.call_key} "

@@ -36,12 +36,13 @@ def autotune_lowered(selector: ConfigSelectorChain, lowered: Any) -> AutotuningR
             f"({type(selector).__name__})"
         )
     device = device_fingerprint()
-    return tune_invocations(selector, device, _invocations(lowered, device))
+    return tune_invocations(selector, device, labelled_invocations(lowered, device))
 
 
-def _invocations(
+def labelled_invocations(
     lowered: Any, device: str
 ) -> Iterator[tuple[Invocation[Any, Any] | None, Skipped | None]]:
+    """The labelled calls of a program, each as an invocation, or with why it cannot be one."""
     stamps = (
         find_stamps_in_text(lowered)
         if isinstance(lowered, str)

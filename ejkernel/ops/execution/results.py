@@ -102,15 +102,13 @@ class AutotuningResult:
     def install(self, selector: ConfigSelectorChain | None = None) -> None:
         """Put the configs in force for good: into a selector's memory (default: the default one).
 
-        Functions jitted before select again.
+        Functions jitted before select again. In a job of several processes, do so in each of them.
         """
         if selector is None:
             from .executor import default_executor
 
             selector = default_executor().selector
-        for key, cfg in self.as_mapping().items():
-            selector.cache.put(key, cfg)
-        ambient.forget_traces()
+        selector.cache.install(self.as_mapping())
 
     def explain(self, entry: Entry | int | str) -> str:
         """How an entry came about: every candidate with its time or why it has none.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import jax
 
+from ..config.agreement import AgreementError
 from ..config.selection import ConfigSelectorChain
 from ..config.tiers import Found
 from ..core.invocation import Invocation
@@ -18,6 +19,9 @@ from ..utils.fingerprint import device_fingerprint
 from ..utils.meta import label
 from .results import AutotuningResult, Entry, Skipped
 from .shares import tuners_by_share
+
+if TYPE_CHECKING:
+    from ..tuner.tuner import Tuner
 
 C = TypeVar("C")
 
@@ -166,14 +170,13 @@ def tune_invocations(
     answers = {key: _attempt(inv, selector.known) for key, inv in distinct.items()}
     open_ones = {key: distinct[key] for key, answer in answers.items() if answer is None}
     for key, tuner in tuners_by_share(selector.tuner, open_ones):
-        tune = functools.partial(selector.known_or_tuned, tuner=tuner)
-        answers[key] = _attempt(distinct[key], tune)
+        answers[key] = tuned_or_reason(selector, distinct[key], tuner)
     entries = []
     for key, answer in answers.items():
         if isinstance(answer, Found):
             entries.append(_entry(distinct[key], answer))
         else:
-            skipped.append(Skipped(label(*key), answer or "nothing was found"))
+            skipped.append(Skipped(label(*key), str(answer)))
     return AutotuningResult(device, entries, skipped)
 
 
@@ -192,6 +195,16 @@ def _entry(inv: Invocation[Any, Any], found: Found) -> Entry:
     )
 
 
+def tuned_or_reason(
+    selector: ConfigSelectorChain, inv: Invocation[Any, Any], tuner: Tuner | None = None
+) -> Found | str:
+    """What `selector.known_or_tuned` has for an invocation; a string says why there is nothing."""
+    return (
+        _attempt(inv, functools.partial(selector.known_or_tuned, tuner=tuner))
+        or "nothing was found"
+    )
+
+
 def _attempt(
     inv: Invocation[Any, Any],
     ask: Callable[[Invocation[Any, Any], Kernel[Any, Any]], Found | str | None],
@@ -200,5 +213,7 @@ def _attempt(
         return "the invocation has no kernel"
     try:
         return ask(inv, inv.kernel)
+    except AgreementError:
+        raise  # another process may have an answer: going on without it would be to disagree
     except Exception as error:  # noqa: BLE001  one operation must not end the run of the others
         return f"{type(error).__name__}: {error}"

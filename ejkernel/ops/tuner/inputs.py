@@ -44,6 +44,13 @@ def realistic_inputs(
     return tuple(args), dict(kwargs)
 
 
+def needs_other_processes(inv: Invocation[Any, Any]) -> bool:
+    """True if the arguments are sharded over devices of which some belong to other processes."""
+    leaves = jax.tree.leaves((inv.args, dict(inv.kwargs)))
+    shardings = [_concrete_sharding(leaf) for leaf in leaves if is_array(leaf)]
+    return any(s is not None and not s.is_fully_addressable for s in shardings)
+
+
 def random_like(tree: Any, seed: int = 0) -> Any:
     """Replace every array of a pytree by a random one like it; leave other leaves alone."""
     leaves, structure = jax.tree.flatten(tree)

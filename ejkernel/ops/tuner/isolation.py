@@ -30,12 +30,13 @@ from .worker import ANY_CUSTOM_CALL, Blob, Header, describe, raw
 T = TypeVar("T")
 
 _ATTEMPTS = 3  # of a request, if workers end for other reasons
-_CONFIG = (
+CARRIED_SETTINGS = (
     "jax_platforms",  # first: it counts until a device is asked for
     "jax_enable_x64",
     "jax_default_matmul_precision",
     "jax_default_prng_impl",
 )
+"""JAX's settings that change programs: a process that measures for another one takes them over."""
 # Where in the user's files an operation comes from: definitions, and references at ends of lines.
 _LOCATION = re.compile(
     r"""^\#loc\d*\ =\ .*\n | \ loc\((?:\#loc\d*|unknown|"(?:[^"\\]|\\.)*")\)""",
@@ -125,7 +126,7 @@ class WorkerBench:
         self._wanted_clock = clock
         device = _only_device(arrays)
         place = [device.platform, jax.local_devices(backend=device.platform).index(device)]
-        config = {name: getattr(jax.config, name) for name in _CONFIG}
+        config = {name: getattr(jax.config, name) for name in CARRIED_SETTINGS}
         self._platform = _export_platform(device)
         self._settings: Header = {"config": config, "device": place}
         self._inputs = [_Input(array) for array in arrays]

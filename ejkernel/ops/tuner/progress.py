@@ -1,4 +1,4 @@
-"""How far a tuning run is: a bar in a terminal, nothing in a log file, events for listeners."""
+"""How far a tuning run is: a bar in a terminal, nothing in a log file, steps for a listener."""
 
 from __future__ import annotations
 
@@ -6,44 +6,32 @@ import logging
 import sys
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from .outcome import Trial
 
 logger = logging.getLogger(__name__)
 
 
-class Progress:
-    """Shows how far a tuning run is, and tells a listener of each step.
-
-    Each step is told with `name`, what is tuned. The steps are `"build"` (`candidates`, how many),
-    `"candidate"` (`cfg`, `verdict`, `reason`: one is ready, or refused), `"race"` (`candidates`,
-    `rounds` at most) and `"round"` (`running`, `done`).
+class Bar:
+    """A bar in the terminal: a name, how far it is, what happens now.
 
     Args:
-      name: what is tuned.
+      name: what takes so long.
       wanted: show it; None: if the error output is a terminal (or a notebook).
-      on_step: called as `on_step(step, **data)`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        wanted: bool | None = None,
-        on_step: Callable[..., None] | None = None,
-    ) -> None:
-        self._on_step = on_step
-        self._whole_name = name
+    def __init__(self, name: str, wanted: bool | None = None) -> None:
         self._name = name if len(name) <= 48 else f"{name[:47]}…"
         self._wanted = sys.stderr.isatty() if wanted is None else wanted
         self._bar: Any = None
         self._task: Any = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         if self._wanted:
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-            from rich.progress import Progress as Bar
+            from rich.progress import Progress as RichProgress
 
             columns = (
                 TextColumn("{task.description}"),
@@ -52,7 +40,7 @@ class Progress:
                 TextColumn("{task.fields[what]}"),
                 TimeElapsedColumn(),
             )
-            self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
+            self._bar = RichProgress(*columns, console=Console(stderr=True), transient=True)
             self._bar.start()
             self._task = self._bar.add_task(self._name, total=None, what="")
         return self
@@ -66,29 +54,58 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
+    def update(self, **fields: Any) -> None:
+        """Show another `total`, `completed`, `advance` or `what`."""
+        if self._bar is not None:
+            self._bar.update(self._task, **fields)
+
+
+class Progress(Bar):
+    """Shows how far a tuning run is, and tells a listener of each step.
+
+    Each step is told with `name`, what is tuned. The steps are `"build"` (`candidates`, how many),
+    `"candidate"` (`cfg`, `verdict`, `reason`: one is ready, or refused), `"race"` (`candidates`,
+    `rounds` at most) and `"round"` (`running`, `done`).
+
+    Args:
+      name: what is tuned.
+      wanted: show it; None: if the error output is a terminal (or a notebook).
+      on_step: called as `on_step(step, name=, **data)`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        wanted: bool | None = None,
+        on_step: Callable[..., None] | None = None,
+    ) -> None:
+        super().__init__(name, wanted)
+        self._whole_name = name
+        self._on_step = on_step
+
     def building(self, count: int) -> None:
         """So many candidates are about to be compiled and checked."""
-        self._update(total=count, completed=0, what="compiling and checking")
+        self.update(total=count, completed=0, what="compiling and checking")
         self._tell("build", candidates=count)
 
     def built(self, cfg: Any) -> None:
         """One more candidate is ready to race."""
-        self._update(advance=1)
+        self.update(advance=1)
         self._tell("candidate", cfg=cfg, verdict="ready", reason="")
 
     def refused(self, trial: Trial[Any]) -> None:
         """One more candidate cannot be used."""
-        self._update(advance=1)
+        self.update(advance=1)
         self._tell("candidate", cfg=trial.cfg, verdict=trial.verdict.value, reason=trial.reason)
 
     def racing(self, count: int, rounds: int) -> None:
         """So many candidates race over so many rounds at most."""
-        self._update(total=rounds, completed=0, what=f"racing {count}")
+        self.update(total=rounds, completed=0, what=f"racing {count}")
         self._tell("race", candidates=count, rounds=rounds)
 
     def round(self, running: int, done: int) -> None:
         """A round is over, with so many candidates still running."""
-        self._update(completed=done, what=f"racing {running}")
+        self.update(completed=done, what=f"racing {running}")
         self._tell("round", running=running, done=done)
 
     def _tell(self, step: str, **data: Any) -> None:
@@ -99,7 +116,3 @@ class Progress:
         except Exception:
             # A listener is a guest: what it does wrong is said, and the run goes on.
             logger.exception("ejkernel: on_step raised for %r of %s", step, self._whole_name)
-
-    def _update(self, **fields: Any) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, **fields)

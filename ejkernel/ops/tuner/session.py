@@ -20,7 +20,7 @@ from ..core.partition import Partition, split
 from ..utils.fingerprint import is_array
 from .bench import CandidateError
 from .clock import typical
-from .inputs import outside_trace, random_like, realistic_inputs
+from .inputs import needs_other_processes, outside_trace, random_like, realistic_inputs
 from .outcome import Outcome, TuningFailed, known_trials
 from .tuner import Tuner
 from .work import Work
@@ -60,6 +60,12 @@ def tune_invocation(
     """Measure a kernel's candidates for one invocation."""
     inv = dataclasses.replace(inv.abstract(), kernel=kernel)
     name = f"{kernel.full_op_id}({inv.signature})"
+    if needs_other_processes(inv):
+        raise TuningFailed(
+            f"{name}: its arguments are sharded over devices of several processes; measuring it "
+            "would be a collective, which tuning never is. Call it inside shard_map, where its "
+            "shapes are those of one device"
+        )
     with outside_trace():
         with _blaming(name, "candidate_cfgs"):
             configs = kernel.candidates(inv) if candidates is None else candidates

@@ -40,6 +40,30 @@ class Variable:
             f"environment variable {self.name}={value!r} is not a switch; set it to 1 or 0"
         )
 
+    def seconds(self) -> float:
+        """The value as a time in seconds, 0 or more."""
+        value = self.read()
+        try:
+            seconds = float(value)
+        except ValueError:
+            seconds = -1.0
+        if not 0 <= seconds < float("inf"):
+            raise ValueError(
+                f"environment variable {self.name}={value!r} is not a time; set it to a number of "
+                "seconds, 0 or more"
+            )
+        return seconds
+
+
+def is_set(name: str) -> bool:
+    """True if a variable of another program has a value."""
+    return bool(os.environ.get(name))
+
+
+def preset(name: str, value: str) -> None:
+    """Set a variable of another program that is started from here, unless the user has set it."""
+    os.environ.setdefault(name, value)
+
 
 CACHE_DIR = Variable(
     "EJKERNEL_CACHE_DIR",
@@ -71,5 +95,19 @@ RECORD = Variable(
     "`1` (all of them), `0` (none)",
     choices=("auto", "1", "0"),
 )
+AGREEMENT_SECONDS = Variable(
+    "EJKERNEL_AGREEMENT_SECONDS",
+    "600",
+    "in a job of several processes: how long one waits for the config that another one decides; "
+    "`0`: each process decides for itself",
+)
 
-VARIABLES: tuple[Variable, ...] = (CACHE_DIR, CONFIG_PATH, AUTOTUNE, STAMP, PREFIX, RECORD)
+VARIABLES: tuple[Variable, ...] = (
+    CACHE_DIR,
+    CONFIG_PATH,
+    AUTOTUNE,
+    STAMP,
+    PREFIX,
+    RECORD,
+    AGREEMENT_SECONDS,
+)

@@ -23,11 +23,14 @@ _GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 
 
 def current_device() -> Any:
-    """The device that uncommitted work runs on: `jax.default_device` if set, else the first one."""
+    """The device that uncommitted work runs on: `jax.default_device` if set, else the first one.
+
+    The first of this process, that is: of another process's device nothing can be asked.
+    """
     chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
     if chosen is None:
-        return jax.devices()[0]
-    return jax.devices(chosen)[0] if isinstance(chosen, str) else chosen
+        return jax.local_devices()[0]
+    return jax.local_devices(backend=chosen)[0] if isinstance(chosen, str) else chosen
 
 
 def device_kind(device: Any = None) -> str:

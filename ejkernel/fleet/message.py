@@ -1,0 +1,128 @@
+"""What the deciding process tells the others: a decision, that there is none, or what went wrong.
+
+Plain JSON. The config is rebuilt as the kernel's own config class and checked, in the deciding
+process too: all of them run with what was sent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ..ops.config.agreement import AgreementError, Answer
+from ..ops.config.decision import Decision, Passed
+from ..ops.config.tiers import Request
+from ..ops.utils.serialize import from_plain, loaded_type, qualified_name, to_plain
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """What a process published: exactly one of `decision`, `nothing` and `failure`."""
+
+    process: int
+    decision: Mapping[str, Any] | None = None
+    nothing: tuple[Passed, ...] | None = None
+    failure: str | None = None
+
+    @classmethod
+    def of(cls, answer: Answer, process: int) -> Message:
+        """The message that carries an answer."""
+        if not isinstance(answer, Decision):
+            return cls(process, nothing=answer)
+        try:
+            config = to_plain(answer.cfg)
+            about = json.loads(json.dumps(_about(answer.about)))
+        except TypeError as error:
+            raise AgreementError(
+                f"the config {answer.cfg!r} of {answer.key} cannot be sent to the other processes: "
+                f"{error}"
+            ) from error
+        return cls(
+            process,
+            decision={
+                "config": config,
+                "config_type": qualified_name(type(answer.cfg)),
+                "tier": answer.tier,
+                "reason": answer.reason,
+                "passed": [[passed.tier, passed.reason] for passed in answer.passed],
+                "about": about,
+            },
+        )
+
+    @classmethod
+    def of_failure(cls, error: BaseException, process: int) -> Message:
+        """The message that a process failed to decide."""
+        return cls(process, failure=f"{type(error).__name__}: {error}".strip(": "))
+
+    def dumps(self) -> str:
+        """The message as text."""
+        nothing = None
+        if self.nothing is not None:
+            nothing = [[passed.tier, passed.explain()] for passed in self.nothing]
+        return json.dumps(
+            {
+                "process": self.process,
+                "decision": self.decision,
+                "nothing": nothing,
+                "failure": self.failure,
+            }
+        )
+
+    @classmethod
+    def loads(cls, text: str) -> Message:
+        """Read what `dumps` wrote."""
+        plain = json.loads(text)
+        nothing = plain["nothing"]
+        if nothing is not None:
+            plain["nothing"] = tuple(Passed(*passed) for passed in nothing)
+        return cls(**plain)
+
+    def answer(self, request: Request) -> Answer:
+        """The answer as this process gives it; an `AgreementError` if it cannot be given here."""
+        if self.failure is not None:
+            raise AgreementError(
+                f"process {self.process} failed to decide the config of {described(request)}: "
+                f"{self.failure}; the processes of a job run with the same config, so this one "
+                "stops too. Mend it there, or give the config (cfg=, an overlay) in all of them"
+            )
+        where = f"in process {self.process}"
+        if self.decision is None:
+            return tuple(Passed(f"{p.tier} {where}", p.reason) for p in self.nothing or ())
+        return Decision(
+            cfg=self.rebuilt(request),
+            tier=self.decision["tier"],
+            key=request.key,
+            reason=f"agreed: decided by process {self.process}: {self.decision['reason']}",
+            passed=tuple(Passed(f"{t} {where}", why) for t, why in self.decision["passed"]),
+            signature=request.inv.signature,
+            about=self.decision["about"],
+        )
+
+    def rebuilt(self, request: Request) -> Any:
+        """The config of a decision, as a config of this process's kernel."""
+        assert self.decision is not None
+        config_type = request.kernel.config_type or loaded_type(self.decision["config_type"])
+        try:
+            cfg = from_plain(self.decision["config"], config_type)
+            return request.kernel.check_config(cfg, f"process {self.process} decided on")
+        except (TypeError, ValueError) as error:
+            raise AgreementError(
+                f"process {self.process} decided on a config of {described(request)} that this "
+                f"process cannot use: {error}; do all processes run the same code?"
+            ) from error
+
+
+def described(request: Request) -> str:
+    """The call that a request is about, for a person."""
+    return f"{request.key.op_id}({request.inv.signature}), key {request.key.call_key}"
+
+
+def _about(about: Any) -> dict[str, Any] | None:
+    """What is known of a config, short: the trials stay with the process that ran them."""
+    if hasattr(about, "about"):  # the outcome of a tuning run
+        about = about.about()
+    if not isinstance(about, Mapping):
+        return None
+    return {name: value for name, value in about.items() if name != "trials"}

@@ -1,0 +1,123 @@
+"""One operation to be tuned elsewhere: how it travels, and what comes back.
+
+A call travels as its specification, the text that programs carry too: the name of the kernel's
+class, shapes, static values. Nothing of the user's is pickled. The worker imports the kernel by its
+name, and refuses, with the reason, what it cannot find.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from ..ops.config.cache import ConfigCache
+from ..ops.config.persistent import PersistentCache
+from ..ops.config.policy import AutotunePolicy
+from ..ops.config.selection import ConfigSelectorChain
+from ..ops.core.invocation import Invocation
+from ..ops.utils.serialize import from_plain, loaded_type, qualified_name, to_plain
+from ..ops.utils.specification import SpecificationError, read_specification, write_specification
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What holds for all orders of a run: where results go, and how is measured."""
+
+    store: PersistentCache
+    policy: AutotunePolicy
+    tuner: Mapping[str, Any]
+    settings: Mapping[str, Any]  # JAX's
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """One call to tune."""
+
+    op_id: str
+    call_key: str
+    specification: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What became of an order: a config as plain data, or why there is none (`refused`)."""
+
+    refused: str = ""
+    device: str = ""
+    host: str = ""
+    config: Any = None
+    config_type: str = ""
+    reason: str = ""
+    seconds: float | None = None
+    heuristic_seconds: float | None = None
+
+    def rebuilt(self, config_type: Any) -> Any:
+        """The config, as `config_type` if it is given."""
+        return from_plain(self.config, config_type or loaded_type(self.config_type))
+
+
+def order_of(inv: Invocation[Any, Any]) -> Order | str:
+    """The order for an invocation; or why it cannot travel."""
+    kernel = inv.kernel
+    if kernel is None:
+        return "the invocation has no kernel"
+    name = qualified_name(type(kernel))
+    if name.startswith("__main__:") or "<locals>" in name:
+        return (
+            f"its kernel {name} cannot be imported by a worker; move the class out of the script "
+            "(and out of functions) into a module"
+        )
+    specification = write_specification(inv, kernel)
+    if specification is None:
+        return (
+            "the call has something in it that cannot be written down (a function, a custom pytree "
+            "node, an explicit sharding), so it cannot be sent to a worker"
+        )
+    return Order(inv.key.op_id, inv.key.call_key, specification)
+
+
+def carry_out(order: Order, wanted: str, terms: Terms) -> Report:
+    """In a worker: give what the store has for a call, or tune it and keep it there.
+
+    `wanted` is the kind of device to tune for.
+    """
+    import jax
+
+    from ..ops.execution.tuning import tuned_or_reason
+    from ..ops.tuner.outcome import Outcome
+    from ..ops.tuner.tuner import Tuner
+    from ..ops.utils.fingerprint import device_kind
+
+    if wanted == "cpu":  # whatever else the machine has, it was not asked for
+        jax.config.update("jax_platforms", "cpu")
+    for name, value in terms.settings.items():
+        jax.config.update(name, value)
+    if device_kind() != wanted:
+        return Report(
+            f"{socket.gethostname()} has the declared resources, but JAX finds a {device_kind()} "
+            f"there and no {wanted}; is JAX installed for it?"
+        )
+    try:
+        inv = read_specification(order.specification)
+    except SpecificationError as error:
+        return Report(f"on {socket.gethostname()}: {error}")
+    if (inv.key.op_id, inv.key.call_key) != (order.op_id, order.call_key):
+        return Report(f"on {socket.gethostname()} it is another call ({inv.key})")
+    selector = ConfigSelectorChain(
+        ConfigCache(), terms.policy, Tuner(**terms.tuner, progress=False), terms.store
+    )
+    found = tuned_or_reason(selector, inv)
+    if isinstance(found, str):
+        return Report(found)
+    about = found.about.about() if isinstance(found.about, Outcome) else dict(found.about or {})
+    return Report(
+        device=inv.key.device,
+        host=socket.gethostname(),
+        config=to_plain(found.cfg),
+        config_type=qualified_name(type(found.cfg)),
+        reason=found.reason,
+        seconds=about.get("seconds"),
+        heuristic_seconds=about.get("heuristic_seconds"),
+    )
