@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -10,6 +11,8 @@ import pytest
 from jobs import ROOT, free_port, run_job
 
 LIMIT = 8.0
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +184,11 @@ def failing(tmp_path_factory):
     return [reports[number] for number in (0, 1, 3)]
 
 
+def waited(one):
+    """How long a process waited, as its error says."""
+    return float(re.search(r"process \d waited (\d+\.\d) s", one["message"])[1])
+
+
 def test_different_settings_are_refused(failing):
     found = failing[2]["settings_differ"]
     assert found["error"] == "AgreementError"
@@ -193,7 +201,7 @@ def test_a_slow_decider_gives_a_clear_error_in_time(failing):
     waiting = [failing[0]["slow"], failing[2]["slow"]]
     for one in waiting:
         assert one["error"] == "AgreementTimeout"
-        assert LIMIT <= one["seconds"] < LIMIT + 4
+        assert LIMIT <= waited(one) <= LIMIT + 1
         for part in ("slow@v1(float32[8])", "which process 1 is deciding", "is alive"):
             assert part in one["message"]
         assert "Set EJKERNEL_AGREEMENT_SECONDS (now 8) higher" in one["message"]
@@ -207,8 +215,7 @@ def test_a_killed_decider_is_noticed_before_the_limit(failing):
         assert "dying@v1(float32[8]), key " in one["message"]
         assert "process 2 has given no sign of life for" in one["message"]
         assert "EJKERNEL_AGREEMENT_SECONDS=8" in one["message"]
-        if number != 1:  # which is late, from having been slow
-            assert one["seconds"] < LIMIT
+        assert LIMIT / 2 <= waited(one) < LIMIT
 
 
 # --- one process ---------------------------------------------------------------------------------
