@@ -158,6 +158,13 @@ def test_kernels_in_kernels(agreeing):
     assert all_equal(lowered)
 
 
+def test_what_was_traced_while_tuning_is_not_served_afterwards(agreeing):
+    found = told(agreeing, "what_tuning_traced_is_not_served")
+    assert found[0]["measured_with"] == [1]  # process 0's own taste at this size
+    assert [one["rows"] for one in found] == [8, 8, 8, 8]  # process 3's
+    assert all_equal([one["lowered"] for one in found])
+
+
 def test_tuned_inside_shard_map_over_all_processes(agreeing):
     totals = told(agreeing, "over_the_whole_mesh", "total")
     assert totals == pytest.approx([256 * 0.46211716] * 4, rel=1e-5)
