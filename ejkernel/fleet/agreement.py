@@ -23,6 +23,7 @@ from concurrent.futures import Future
 import jax
 
 from .. import __version__
+from ..ops.config import ambient
 from ..ops.config.agreement import AgreementError, AgreementTimeout, Answer
 from ..ops.config.decision import Decision
 from ..ops.config.tiers import Request
@@ -45,6 +46,8 @@ _ALIKE = (
     environment.AGREEMENT_SECONDS,
 )
 """Settings that change decisions, programs or how to wait: to be the same in every process."""
+
+_DECIDING = ambient.Layer("deciding for all processes")
 
 
 class JobAgreement:
@@ -117,7 +120,9 @@ class JobAgreement:
         every = beat_interval(environment.AGREEMENT_SECONDS.seconds())
         self._here.deciding = True
         try:
-            with Beating(self.service, f"{question}/alive", every):
+            # In the jit key, because what is traced meanwhile is answered here alone: a program of
+            # the caller's must never find it in JAX's cache.
+            with ambient.Block(_DECIDING), Beating(self.service, f"{question}/alive", every):
                 yield
         finally:
             self._here.deciding = False

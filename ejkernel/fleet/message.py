@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..ops.config.agreement import AgreementError, Answer
@@ -23,14 +23,14 @@ class Message:
 
     process: int
     decision: Mapping[str, Any] | None = None
-    nothing: tuple[Passed, ...] | None = None
+    nothing: Sequence[Sequence[str]] | None = None
     failure: str | None = None
 
     @classmethod
     def of(cls, answer: Answer, process: int) -> Message:
         """The message that carries an answer."""
         if not isinstance(answer, Decision):
-            return cls(process, nothing=answer)
+            return cls(process, nothing=_written(answer))
         try:
             config = to_plain(answer.cfg)
             about = json.loads(json.dumps(_about(answer.about)))
@@ -46,7 +46,7 @@ class Message:
                 "config_type": qualified_name(type(answer.cfg)),
                 "tier": answer.tier,
                 "reason": answer.reason,
-                "passed": [[passed.tier, passed.reason] for passed in answer.passed],
+                "passed": _written(answer.passed),
                 "about": about,
             },
         )
@@ -58,26 +58,12 @@ class Message:
 
     def dumps(self) -> str:
         """The message as text."""
-        nothing = None
-        if self.nothing is not None:
-            nothing = [[passed.tier, passed.explain()] for passed in self.nothing]
-        return json.dumps(
-            {
-                "process": self.process,
-                "decision": self.decision,
-                "nothing": nothing,
-                "failure": self.failure,
-            }
-        )
+        return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def loads(cls, text: str) -> Message:
         """Read what `dumps` wrote."""
-        plain = json.loads(text)
-        nothing = plain["nothing"]
-        if nothing is not None:
-            plain["nothing"] = tuple(Passed(*passed) for passed in nothing)
-        return cls(**plain)
+        return cls(**json.loads(text))
 
     def answer(self, request: Request) -> Answer:
         """The answer as this process gives it; an `AgreementError` if it cannot be given here."""
@@ -87,17 +73,21 @@ class Message:
                 f"{self.failure}; the processes of a job run with the same config, so this one "
                 "stops too. Mend it there, or give the config (cfg=, an overlay) in all of them"
             )
-        where = f"in process {self.process}"
         if self.decision is None:
-            return tuple(Passed(f"{p.tier} {where}", p.reason) for p in self.nothing or ())
+            return self._passed(self.nothing or ())
         return Decision(
             cfg=self.rebuilt(request),
             tier=self.decision["tier"],
             key=request.key,
             reason=f"agreed: decided by process {self.process}: {self.decision['reason']}",
-            passed=tuple(Passed(f"{t} {where}", why) for t, why in self.decision["passed"]),
+            passed=self._passed(self.decision["passed"]),
             signature=request.inv.signature,
             about=self.decision["about"],
+        )
+
+    def _passed(self, written: Sequence[Sequence[str]]) -> tuple[Passed, ...]:
+        return tuple(
+            Passed(f"{tier} in process {self.process}", reason) for tier, reason in written
         )
 
     def rebuilt(self, request: Request) -> Any:
@@ -117,6 +107,10 @@ class Message:
 def described(request: Request) -> str:
     """The call that a request is about, for a person."""
     return f"{request.key.op_id}({request.inv.signature}), key {request.key.call_key}"
+
+
+def _written(passed: Iterable[Passed]) -> list[list[str]]:
+    return [[one.tier, one.reason] for one in passed]
 
 
 def _about(about: Any) -> dict[str, Any] | None:

@@ -285,6 +285,26 @@ def kernels_in_kernels():
 
 
 @scenario
+def what_tuning_traced_is_not_served():
+    """An inner kernel is answered locally while the outer one is measured, and only then."""
+    inner, events = tuning()  # a taste of each process's own
+    outer, _ = tuning(tuner=Tuner(effort="quick"))
+    nesting = Nesting("outer", inner)
+    x = jnp.ones(1024)
+    if RANK != 0:
+        await_word("outer")
+    outer.choose_config(nesting, x)  # process 0 measures it, and with it the inner kernel
+    measured_with = [data["cfg"].rows for event, data in events if event == "autotune_finish"]
+    tell("outer")
+    if RANK != 3:
+        await_word("inner")
+    lowered = jax.jit(lambda x: inner(nesting.inner, x)).lower(x)  # process 3 decides it
+    tell("inner")
+    rows = inner.choose_config(nesting.inner, x).rows
+    return {"measured_with": measured_with, "rows": rows, "lowered": lowered.as_text()}
+
+
+@scenario
 def over_the_whole_mesh():
     """A kernel inside shard_map over all processes, tuned by one of them, with a real psum."""
     executor, events = tuning(tuner=Tuner(effort="quick"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -10,6 +11,8 @@ import pytest
 from jobs import ROOT, free_port, run_job
 
 LIMIT = 8.0
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +158,13 @@ def test_kernels_in_kernels(agreeing):
     assert all_equal(lowered)
 
 
+def test_what_was_traced_while_tuning_is_not_served_afterwards(agreeing):
+    found = told(agreeing, "what_tuning_traced_is_not_served")
+    assert found[0]["measured_with"] == [1]  # process 0's own taste at this size
+    assert [one["rows"] for one in found] == [8, 8, 8, 8]  # process 3's
+    assert all_equal([one["lowered"] for one in found])
+
+
 def test_tuned_inside_shard_map_over_all_processes(agreeing):
     totals = told(agreeing, "over_the_whole_mesh", "total")
     assert totals == pytest.approx([256 * 0.46211716] * 4, rel=1e-5)
@@ -181,6 +191,11 @@ def failing(tmp_path_factory):
     return [reports[number] for number in (0, 1, 3)]
 
 
+def waited(one):
+    """How long a process waited, as its error says."""
+    return float(re.search(r"process \d waited (\d+\.\d) s", one["message"])[1])
+
+
 def test_different_settings_are_refused(failing):
     found = failing[2]["settings_differ"]
     assert found["error"] == "AgreementError"
@@ -193,7 +208,7 @@ def test_a_slow_decider_gives_a_clear_error_in_time(failing):
     waiting = [failing[0]["slow"], failing[2]["slow"]]
     for one in waiting:
         assert one["error"] == "AgreementTimeout"
-        assert LIMIT <= one["seconds"] < LIMIT + 4
+        assert LIMIT <= waited(one) <= LIMIT + 1
         for part in ("slow@v1(float32[8])", "which process 1 is deciding", "is alive"):
             assert part in one["message"]
         assert "Set EJKERNEL_AGREEMENT_SECONDS (now 8) higher" in one["message"]
@@ -207,8 +222,7 @@ def test_a_killed_decider_is_noticed_before_the_limit(failing):
         assert "dying@v1(float32[8]), key " in one["message"]
         assert "process 2 has given no sign of life for" in one["message"]
         assert "EJKERNEL_AGREEMENT_SECONDS=8" in one["message"]
-        if number != 1:  # which is late, from having been slow
-            assert one["seconds"] < LIMIT
+        assert LIMIT / 2 <= waited(one) < LIMIT
 
 
 # --- one process ---------------------------------------------------------------------------------

@@ -19,10 +19,14 @@ from ejkernel.ops import PersistentCache
 
 HERE = pathlib.Path(__file__).parent
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None,
-    reason="RAY IS NOT INSTALLED: tuning on a cluster is not tested (pip install 'ejkernel[ray]')",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None,
+        reason="RAY IS NOT INSTALLED: tuning on a cluster is not tested "
+        "(pip install 'ejkernel[ray]')",
+    ),
+]
 
 
 def tunings(text):
