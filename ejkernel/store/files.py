@@ -47,6 +47,11 @@ class FileHome:
             raise type(self._opened.refusal)(str(self._opened.refusal))
         return self._opened.database
 
+    def is_current(self) -> bool:
+        """False if another process moved the file away while it was written."""
+        there = folder.identity(self._location)
+        return self._opened is not None and self._opened.identity == there
+
     def recover(self, error: StoreError) -> bool:
         """After an error: put right what can be. True if another attempt makes sense."""
         seen = None if self._opened is None else self._opened.identity
@@ -79,8 +84,9 @@ class FileHome:
             there = folder.identity(self._location)
             if there is None:
                 raise StoreGone(f"{file} was removed a moment ago")
-            if file.stat().st_size == 0:
-                raise StoreDamaged(f"{file} is empty")
+            reason = quarantine.wrong_from_the_start(file)
+            if reason is not None:
+                raise StoreDamaged(f"{file} is damaged: {reason}")
             database, found, refusal = self._connected()
         if found == 0:
             raise StoreDamaged(f"{file} has no tables of a store")

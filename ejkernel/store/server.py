@@ -47,6 +47,10 @@ class ServerHome:
             raise type(self._refusal)(str(self._refusal))
         return self._database
 
+    def is_current(self) -> bool:
+        """Always: there is one server."""
+        return True
+
     def recover(self, error: StoreError) -> bool:
         """After an error: put right what can be. True if another attempt makes sense."""
         if isinstance(error, StoreUnavailable):
