@@ -11,7 +11,6 @@ from .database import open_file
 from .errors import StoreDamaged, StoreUnavailable
 from .folder import Identity
 from .location import FolderLocation
-from .opening import find_schema
 
 COMPANIONS = ("-wal", "-shm", "-journal")
 """What SQLite keeps beside a file while it is in use."""
@@ -63,8 +62,8 @@ def damage(location: FolderLocation) -> str | None:
         return reason
     database = open_file(location)
     try:
-        found = find_schema(database, str(location.file))
-        if found == 0 or (found == schema.newest() and not database.read(schema.readable)):
+        found = database.read(schema.found)
+        if found is None or (found == schema.newest() and not database.read(schema.readable)):
             return "it has not the tables of a store"
         check = database.read(lambda c: c.exec_driver_sql("PRAGMA integrity_check(1)").scalar())
         return None if check == "ok" else str(check)

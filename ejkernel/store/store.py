@@ -116,9 +116,10 @@ class Store:
 
     def clear(self) -> None:
         """Remove every entry."""
-        if self._is_empty():
-            return
-        self._write(lambda c: _queries().clear(c))
+        with self._lock:
+            there = not self._is_empty() and self._attempt(lambda _: True, False, write=False)
+        if there:
+            self._write(lambda c: _queries().clear(c))
 
     def close(self) -> None:
         """Close what is open; the next use opens it again."""

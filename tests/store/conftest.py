@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import glob
 import os
 import pathlib
@@ -40,13 +39,13 @@ class Server:
         password.write_text(PASSWORD)
         password.chmod(0o644)
         self._run(
-            [binaries / "initdb", "-D", self.folder / "data", "-U", "tuner", "-E", "UTF8"]
-            + ["--auth=scram-sha-256", f"--pwfile={password}", "--no-sync"]
+            *(binaries / "initdb", "-D", self.folder / "data", "-U", "tuner", "-E", "UTF8"),
+            *("--auth=scram-sha-256", f"--pwfile={password}", "--no-sync"),
         )
         password.unlink()
         self._start(binaries)
 
-    def _run(self, command: list[object]) -> None:
+    def _run(self, *command: object) -> None:
         done = subprocess.run(
             list(map(str, command)), cwd="/", capture_output=True, text=True, **self._identity
         )
@@ -54,13 +53,17 @@ class Server:
 
     def _start(self, binaries: pathlib.Path) -> None:
         self._log = open(self.folder / "log", "w")  # noqa: SIM115  closed in stop
+        # Stopped even if this process is killed, where the system can do that.
+        wrapper = ["setpriv", "--pdeathsig", "INT"] if shutil.which("setpriv") else []
         self.process = subprocess.Popen(
-            [binaries / "postgres", "-D", self.folder / "data", "-k", self.folder]
-            + ["-h", "127.0.0.1", "-p", str(self.port), "-c", "fsync=off"],
+            [
+                *wrapper,
+                *(binaries / "postgres", "-D", self.folder / "data", "-k", self.folder),
+                *("-h", "127.0.0.1", "-p", str(self.port), "-c", "fsync=off"),
+            ],
             cwd="/",
             stdout=self._log,
             stderr=self._log,
-            preexec_fn=_die_with_parent,
             **self._identity,
         )
         import psycopg
@@ -115,10 +118,6 @@ def _unprivileged_user() -> pwd.struct_passwd:
         except KeyError:
             continue
     return pwd.getpwuid(65534)
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGINT)
 
 
 def find_binaries() -> pathlib.Path | None:
