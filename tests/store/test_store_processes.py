@@ -210,6 +210,8 @@ def test_a_process_that_forks_and_its_children_share_nothing_open(nursery, tmp_p
         if process == 0:
             code = 1
             try:
+                inherited = [os.path.realpath(f"/proc/self/fd/{n}") for n in range(100)]
+                assert not any("configs.sqlite3" in file for file in inherited)
                 assert cache.get("parent") is not None
                 for i in range(20):
                     cache.put(f"child {number} {i}", i)
