@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import random
 import sqlite3
@@ -36,6 +37,9 @@ class Database:
 
     def __init__(self, engine: sa.Engine, shown: str, scrub: Callable[[str], str] = str) -> None:
         self._engine = engine
+        # SQLite shows a reader one state anyway; a server does when asked to.
+        server = engine.dialect.name != "sqlite"
+        self._reading = {"isolation_level": "REPEATABLE READ"} if server else {}
         self._shown = shown
         self._scrub = scrub
 
@@ -57,12 +61,15 @@ class Database:
         while True:
             try:
                 with self._engine.connect() as connection:
-                    connection = connection.execution_options(ejkernel_writes=writes)
+                    options = {"ejkernel_writes": True} if writes else self._reading
+                    connection = connection.execution_options(**options)
                     with connection.begin():
                         return work(connection)
             except (sa.exc.SQLAlchemyError, sqlite3.Error) as error:
-                failure = self._failure(error)
+                failure = meaning(error)(f"{self._shown}: {self._scrub(in_words(error))}")
                 lost = lost_connection(error)
+            except StoreError as error:  # of our own: `work` does not know where it works
+                failure, lost = type(error)(f"{self._shown}: {error}"), False
             # Outside of `except`: the original error, which may quote what nobody shall read, is
             # not even attached to the new one.
             if lost and again_after_loss:
@@ -72,17 +79,14 @@ class Database:
             else:
                 time.sleep(random.uniform(0.001, 0.02))
 
-    def _failure(self, error: BaseException) -> StoreError:
-        return meaning(error)(f"{self._shown}: {self._scrub(in_words(error))}")
 
-
-def upsert(
-    connection: sa.Connection, table: sa.Table, row: Mapping[str, Any], unique: tuple[str, ...]
-) -> None:
-    """Insert a row, or replace the one with the same unique columns."""
-    statement = _INSERTS[connection.dialect.name](table).values(**row)
-    changes = {name: statement.excluded[name] for name in row if name not in unique}
-    connection.execute(statement.on_conflict_do_update(index_elements=unique, set_=changes))
+@functools.cache
+def upsert(dialect: str, table: sa.Table, unique: tuple[str, ...]) -> Any:
+    """The statement that inserts a row, or replaces the one with the same unique columns."""
+    statement = _INSERTS[dialect](table)
+    columns = [c.name for c in table.columns if c.name not in unique and not c.primary_key]
+    changes = {name: statement.excluded[name] for name in columns}
+    return statement.on_conflict_do_update(index_elements=unique, set_=changes)
 
 
 # --- SQLite --------------------------------------------------------------------------------------

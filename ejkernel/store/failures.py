@@ -25,7 +25,12 @@ _SQLITE: dict[int, type[StoreError]] = {
     sqlite3.SQLITE_CANTOPEN: StoreUnavailable,
     sqlite3.SQLITE_PERM: StoreUnavailable,
 }
-_NO_ROOM = (sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_TRUNCATE)
+_NO_ROOM = (
+    sqlite3.SQLITE_IOERR_WRITE,
+    sqlite3.SQLITE_IOERR_FSYNC,
+    sqlite3.SQLITE_IOERR_TRUNCATE,
+    sqlite3.SQLITE_IOERR_SHMSIZE,
+)
 
 # By SQLSTATE, the longest prefix first.
 _SERVER: tuple[tuple[str, type[StoreError]], ...] = (
@@ -61,4 +66,5 @@ def lost_connection(error: BaseException) -> bool:
 def in_words(error: BaseException) -> str:
     """The driver's own message, in one line, without SQL and without parameters."""
     original = getattr(error, "orig", None) or error
-    return " ".join(str(original).split()) or type(original).__name__
+    words = " ".join(str(original).split()) or type(original).__name__
+    return f"there is no room to write ({words})" if meaning(error) is StoreFull else words

@@ -8,13 +8,13 @@ import os
 import pathlib
 import uuid
 
-from . import folder, quarantine
+from . import folder, quarantine, schema
 from .database import Database, new_file, open_file
 from .errors import StoreDamaged, StoreError, StoreGone, StoreReadOnly, StoreUnavailable
 from .folder import Identity
 from .location import FolderLocation
 from .notices import Notices
-from .opening import bring_up_to_date, create_or_migrate, find_schema
+from .opening import bring_up_to_date, create_or_migrate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +46,11 @@ class FileHome:
         if write and self._opened.refusal is not None:
             raise type(self._opened.refusal)(str(self._opened.refusal))
         return self._opened.database
+
+    def is_current(self) -> bool:
+        """False if another process moved the file away while it was written."""
+        there = folder.identity(self._location)
+        return self._opened is not None and self._opened.identity == there
 
     def recover(self, error: StoreError) -> bool:
         """After an error: put right what can be. True if another attempt makes sense."""
@@ -79,19 +84,20 @@ class FileHome:
             there = folder.identity(self._location)
             if there is None:
                 raise StoreGone(f"{file} was removed a moment ago")
-            if file.stat().st_size == 0:
-                raise StoreDamaged(f"{file} is empty")
+            reason = quarantine.wrong_from_the_start(file)
+            if reason is not None:
+                raise StoreDamaged(f"{file} is damaged: {reason}")
             database, found, refusal = self._connected()
-        if found == 0:
-            raise StoreDamaged(f"{file} has no tables of a store")
         try:
+            if found is None:
+                raise StoreDamaged(f"{file} has not the tables of a store")
             refusal = bring_up_to_date(database, str(file), found, self._notices.once) or refusal
         except StoreError:
             database.close()
             raise
         return _Opened(database, there, refusal)
 
-    def _connected(self) -> tuple[Database, int, StoreError | None]:
+    def _connected(self) -> tuple[Database, int | None, StoreError | None]:
         """The database in the freest way that works, its schema, and why it may not be written."""
         refusal: StoreError | None = None
         for mode in ("rw", "ro", "immutable"):
@@ -100,7 +106,7 @@ class FileHome:
                 break
             database = open_file(self._location, mode=mode)
             try:
-                return database, find_schema(database, str(self._location.file)), refusal
+                return database, database.read(schema.found), refusal
             except (StoreUnavailable, StoreReadOnly) as error:
                 database.close()
                 refusal = refusal or StoreReadOnly(str(error))

@@ -16,7 +16,12 @@ from typing import Any
 
 FILE_NAME = "configs.sqlite3"
 
-_PASSWORD_PARAMETER = re.compile(r"pass(word|phrase)|secret|token", re.IGNORECASE)
+_HARMLESS = {
+    *("host", "hostaddr", "port", "service", "options", "application_name", "sslmode"),
+    *("connect_timeout", "target_session_attrs"),
+}
+"""Parameters of a URL that are shown. What others may hold, nobody knows."""
+
 _SHORT_PASSWORD = 6
 
 
@@ -119,15 +124,15 @@ def _sqlite_file(url: Any) -> FolderLocation:
 
 
 def _server(url: Any) -> ServerLocation:
-    hidden = {name: "***" for name in url.query if _PASSWORD_PARAMETER.search(name)}
-    shown = url.update_query_dict(hidden).render_as_string(hide_password=True)
     passwords = [url.password or ""]
-    for name in hidden:
-        values = url.query[name]
-        passwords += [values] if isinstance(values, str) else values
+    for name, values in url.query.items():
+        if name not in _HARMLESS:
+            passwords += [values] if isinstance(values, str) else values
     secrets: set[str] = set()
     for password in filter(None, map(str, passwords)):
         secrets |= {password, urllib.parse.quote(password, safe=""), urllib.parse.quote(password)}
         secrets |= {urllib.parse.quote_plus(password), repr(password)[1:-1]}
-    longest_first = sorted(secrets, key=lambda secret: (-len(secret), secret))
-    return ServerLocation(url, shown.replace("%2A%2A%2A", "***"), tuple(longest_first))
+    longest_first = tuple(sorted(secrets, key=lambda secret: (-len(secret), secret)))
+    hidden = {name: "***" for name in url.query if name not in _HARMLESS}
+    shown = url.update_query_dict(hidden).render_as_string(hide_password=True)
+    return ServerLocation(url, shown.replace("%2A%2A%2A", "***"), longest_first)

@@ -12,17 +12,9 @@ import sqlalchemy as sa
 
 from . import schema
 from .database import Database
-from .errors import StoreDamaged, StoreError, StoreNewer, StoreReadOnly
+from .errors import StoreError, StoreNewer, StoreReadOnly
 
 _MIGRATION_LOCK = 0x656A6B65726E  # any number that other programs do not use: "ejkern"
-
-
-def find_schema(database: Database, shown: str) -> int:
-    """The schema of a store; 0 if there is none yet."""
-    found = database.read(schema.found)
-    if found is None:
-        raise StoreDamaged(f"{shown} does not say which schema it has")
-    return found
 
 
 def bring_up_to_date(
@@ -54,8 +46,6 @@ def create_or_migrate(connection: sa.Connection) -> None:
     """Bring a store, or an empty database, to the newest schema; for use in a transaction."""
     if connection.dialect.name == "postgresql":  # SQLite's transactions exclude each other anyway
         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
-    found = schema.found(connection)
-    if found is None:
-        raise StoreDamaged("it does not say which schema it has")
+    found = schema.found(connection) or 0
     if found < schema.newest():  # else someone was faster
         schema.migrate(connection, found, schema.MIGRATIONS)

@@ -6,15 +6,16 @@ import datetime
 import os
 import pathlib
 
-from . import folder
+from . import folder, schema
 from .database import open_file
 from .errors import StoreDamaged, StoreUnavailable
 from .folder import Identity
 from .location import FolderLocation
-from .opening import find_schema
 
 COMPANIONS = ("-wal", "-shm", "-journal")
 """What SQLite keeps beside a file while it is in use."""
+
+_MAGIC = b"SQLite format 3\0"
 
 
 def set_aside(location: FolderLocation, seen: Identity | None) -> tuple[pathlib.Path, str] | None:
@@ -39,16 +40,33 @@ def set_aside(location: FolderLocation, seen: Identity | None) -> tuple[pathlib.
             ) from None
 
 
+def wrong_from_the_start(file: pathlib.Path) -> str | None:
+    """What a look at the first bytes of a file tells, or None if they are those of SQLite.
+
+    SQLite itself would make a store of an empty file, and throw away the log of one it cannot read.
+    """
+    try:
+        with open(file, "rb") as stream:
+            start = stream.read(len(_MAGIC))
+    except OSError:
+        return None  # SQLite will say why
+    if start == _MAGIC:
+        return None
+    return "it is no SQLite database" if start else "it is empty"
+
+
 def damage(location: FolderLocation) -> str | None:
     """What is wrong with the file of a store, or None if it is sound."""
-    if location.file.stat().st_size == 0:
-        return "it is empty"
+    reason = wrong_from_the_start(location.file)
+    if reason is not None:
+        return reason
     database = open_file(location)
     try:
-        if find_schema(database, str(location.file)) == 0:
-            return "it has no tables of a store"
-        found = database.read(lambda c: c.exec_driver_sql("PRAGMA integrity_check(1)").scalar())
-        return None if found == "ok" else str(found)
+        found = database.read(schema.found)
+        if found is None or (found == schema.newest() and not database.read(schema.readable)):
+            return "it has not the tables of a store"
+        check = database.read(lambda c: c.exec_driver_sql("PRAGMA integrity_check(1)").scalar())
+        return None if check == "ok" else str(check)
     except StoreDamaged as error:
         return str(error)
     finally:

@@ -24,7 +24,11 @@ _trials_of_key = sa.select(trials).join(entries).where(_this_key).order_by(trial
 _trials_of_entry = sa.select(trials).where(trials.c.entry_id == sa.bindparam("entry"))
 _all_keys = sa.select(entries.c.device, entries.c.op_id, entries.c.call_key).order_by(entries.c.id)
 _count = sa.select(sa.func.count()).select_from(entries)
-_UNCHANGED = ("verdict", "seconds", "samples_ns", "reason", "about")
+_of_another_origin = trials.delete().where(
+    trials.c.entry_id == sa.bindparam("entry"), trials.c.origin != sa.bindparam("wanted")
+)
+_replace_trial = trials.update().where(trials.c.id == sa.bindparam("trial"))
+_CONTENT = ("verdict", "seconds", "samples_ns", "reason", "about")
 
 
 def find_entry(connection: sa.Connection, key: Columns) -> Row | None:
@@ -64,7 +68,7 @@ def put(connection: sa.Connection, row: Row, trial_rows: Sequence[Row], origin: 
     """Keep an entry in place of the one with its key, and merge its trials with those kept."""
     if schema.stated(connection) != schema.newest():
         raise StoreGone("the store changed its schema while it was open")
-    upsert(connection, entries, row, _KEY)
+    connection.execute(upsert(connection.dialect.name, entries, _KEY), row)
     entry = connection.execute(_entry_id, {name: row[name] for name in _KEY}).scalar_one()
     _merge_trials(connection, entry, trial_rows, origin)
 
@@ -78,18 +82,20 @@ def clear(connection: sa.Connection) -> None:
 
 def _merge_trials(connection: sa.Connection, entry: int, rows: Iterable[Row], origin: str) -> None:
     """Trials of another origin go; of the same one those stay that the new ones do not replace."""
-    connection.execute(trials.delete().where(trials.c.entry_id == entry, trials.c.origin != origin))
+    connection.execute(_of_another_origin, {"entry": entry, "wanted": origin})
     kept = _rows(connection.execute(_trials_of_entry, {"entry": entry}))
     known = {row["candidate"]: row for row in kept}
-    new = []
+    new, changed = [], []
     for row in rows:
         old = known.get(row["candidate"])
         if old is None:
             new.append({**row, "entry_id": entry})
-        elif row["verdict"] != NOT_TRIED and any(row[c] != old[c] for c in _UNCHANGED):
-            connection.execute(trials.update().where(trials.c.id == old["id"]).values(**row))
+        elif row["verdict"] != NOT_TRIED and any(row[c] != old[c] for c in _CONTENT):
+            changed.append({**row, "trial": old["id"]})
     if new:
         connection.execute(trials.insert(), new)
+    if changed:
+        connection.execute(_replace_trial, changed)
 
 
 def _rows(result: sa.CursorResult[Any]) -> list[Row]:

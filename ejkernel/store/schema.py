@@ -1,6 +1,6 @@
 """The tables, and how a store of an earlier schema becomes one of today.
 
-A store without tables has schema 0, and `MIGRATIONS[n]` makes schema n+1 of schema n: a new store
+`MIGRATIONS[n]` makes schema n+1 of schema n, and an empty database counts as schema 0: a new store
 goes the same way as an old one. A migration is never changed once it was released.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import sqlalchemy as sa
+
+from .errors import StoreDamaged
 
 metadata = sa.MetaData()
 
@@ -91,16 +93,21 @@ def newest() -> int:
 
 
 def found(connection: sa.Connection) -> int | None:
-    """The schema of an open store: 0 without any table of ours, None if that cannot be told."""
-    if not sa.inspect(connection).has_table(meta.name):
-        return None if sa.inspect(connection).has_table(entries.name) else 0
-    return stated(connection)
+    """The schema of an open database, None if it has no table of ours."""
+    inspector = sa.inspect(connection)
+    # In this order: another process may be making them, and makes both at once.
+    has_entries, has_note = (inspector.has_table(table.name) for table in (entries, meta))
+    if has_entries and not has_note:
+        raise StoreDamaged("it does not say which schema it has")
+    return stated(connection) if has_note else None
 
 
-def stated(connection: sa.Connection) -> int | None:
-    """The schema that the store's own note states, None if that is no number."""
+def stated(connection: sa.Connection) -> int:
+    """The schema that a store's own note states."""
     value = connection.scalar(sa.select(meta.c.value).where(meta.c.name == "schema"))
-    return int(value) if isinstance(value, str) and value.isdecimal() else None
+    if not isinstance(value, str) or not value.isdecimal():
+        raise StoreDamaged(f"it does not say which schema it has, but {value!r}")
+    return int(value)
 
 
 def readable(connection: sa.Connection) -> bool:

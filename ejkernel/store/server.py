@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 
+from . import schema
 from .database import Database, open_server
 from .errors import StoreError, StoreGone, StoreUnavailable
 from .location import ServerLocation
 from .notices import Notices
-from .opening import bring_up_to_date, create_or_migrate, find_schema
+from .opening import bring_up_to_date, create_or_migrate
 
 REST = 30.0
 """Seconds in which nobody waits again for a server that did not answer."""
@@ -33,8 +34,8 @@ class ServerHome:
         if self._database is None:
             self._database = open_server(self._location)
         if not self._ready:
-            found = find_schema(self._database, self._location.shown)
-            if found == 0:
+            found = self._database.read(schema.found)
+            if found is None:
                 if not write:
                     return None
                 self._database.write(create_or_migrate)
@@ -46,6 +47,10 @@ class ServerHome:
         if write and self._refusal is not None:
             raise type(self._refusal)(str(self._refusal))
         return self._database
+
+    def is_current(self) -> bool:
+        """Always: there is one server."""
+        return True
 
     def recover(self, error: StoreError) -> bool:
         """After an error: put right what can be. True if another attempt makes sense."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from . import rows
-from .errors import StoreError
+from .errors import StoreError, StoreGone
 from .folder import identity
 from .keys import Key, to_columns
 from .location import FolderLocation, Location
@@ -34,6 +34,10 @@ class Home(Protocol):
 
     def database(self, *, write: bool) -> Database | None:
         """The open database; None if there is none yet and none is needed to read."""
+        ...
+
+    def is_current(self) -> bool:
+        """False if what was open is not the store any more: a write must be done again."""
         ...
 
     def recover(self, error: StoreError) -> bool:
@@ -112,9 +116,10 @@ class Store:
 
     def clear(self) -> None:
         """Remove every entry."""
-        if self._is_empty():
-            return
-        self._write(lambda c: _queries().clear(c))
+        with self._lock:
+            there = not self._is_empty() and self._attempt(lambda _: True, False, write=False)
+        if there:
+            self._write(lambda c: _queries().clear(c))
 
     def close(self) -> None:
         """Close what is open; the next use opens it again."""
@@ -142,11 +147,15 @@ class Store:
         for last in (False, False, True):  # a second recovery may follow from the first
             try:
                 database = home.database(write=write)
-                return otherwise if database is None else act(database)
+                if database is None:
+                    return otherwise
+                found = act(database)
+                if not write or home.is_current():
+                    return found
             except StoreError as error:
                 if last or not home.recover(error):
                     raise
-        raise AssertionError("unreachable")
+        raise StoreGone(f"{self.location.shown} was replaced again and again while it was written")
 
     def _is_empty(self) -> bool:
         """True if there is no file: a look at the folder, without importing anything."""

@@ -210,6 +210,7 @@ def _node(function: types.FunctionType) -> ast.AST | None:
     with contextlib.suppress(OSError):  # no file: a cell of a notebook, which `linecache` has
         if os.stat(code.co_filename).st_mtime > _LOADED:
             return None
+    linecache.checkcache(code.co_filename)
     lines = linecache.getlines(code.co_filename, function.__globals__)
     return _functions("".join(lines)).get((code.co_name, code.co_firstlineno))
 
