@@ -236,7 +236,7 @@ def test_a_suspect_entry_serves_when_it_cannot_be_measured_again(tuned):
         chain.on_event.clear()
         decision = chain.decide(kernel.bind(X), kernel)
         assert (decision.tier, decision.cfg) == ("persistent", Config(1))
-        assert [p.tier for p in decision.passed][-2:] == ["persistent", "autotune"]
+        assert [p.tier for p in decision.passed][-3:] == ["persistent", "bundle", "autotune"]
         assert "nothing to try" in decision.passed[-1].reason
         assert chain.on_event[-1] == ("cache_hit", "persistent")
         assert ("heuristics", None) not in chain.on_event
