@@ -164,7 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Tune a small transformer on this machine.")
     parser.add_argument("--length", type=int, default=Shape.length, help="sequence length")
     parser.add_argument("--rounds", type=int, default=5, help="runs of the model, before and after")
-    parser.add_argument("--store", help="folder of the store (default: the usual one)")
+    parser.add_argument("--store", help="folder or URL of the store (default: the usual one)")
     options = parser.parse_args()
     start = time.perf_counter()
 

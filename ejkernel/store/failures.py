@@ -51,6 +51,8 @@ def meaning(error: BaseException) -> type[StoreError]:
     if isinstance(code, int):
         if code in _NO_ROOM:
             return StoreFull
+        if code == sqlite3.SQLITE_READONLY_DBMOVED:
+            return StoreGone
         if code == sqlite3.SQLITE_ERROR and "no such table" in str(original):
             return StoreDamaged
         return _SQLITE.get(code & 0xFF, StoreUnavailable)

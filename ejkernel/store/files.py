@@ -8,7 +8,7 @@ import os
 import pathlib
 import uuid
 
-from . import folder, quarantine, schema
+from . import folder, in_use, quarantine, schema
 from .database import Database, new_file, open_file
 from .errors import StoreDamaged, StoreError, StoreGone, StoreReadOnly, StoreUnavailable
 from .folder import Identity
@@ -17,11 +17,18 @@ from .notices import Notices
 from .opening import bring_up_to_date, create_or_migrate
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Opened:
     database: Database
     identity: Identity
     refusal: StoreError | None  # why it may not be written
+
+    def __post_init__(self) -> None:
+        in_use.opened(self.identity)
+
+    def close(self) -> None:
+        self.database.close()
+        in_use.closed(self.identity)
 
 
 class FileHome:
@@ -34,17 +41,20 @@ class FileHome:
 
     def database(self, *, write: bool) -> Database | None:
         """The open store. None if there is no file and none is needed to read."""
-        there = folder.identity(self._location)
-        if self._opened is None or self._opened.identity != there:
-            self.close()
-            if there is None and not write:
-                return None
-            folder.check_owner(self._location)
-            if there is None:
-                self._make()
-            self._opened = self._open()
-        if write and self._opened.refusal is not None:
-            raise type(self._opened.refusal)(str(self._opened.refusal))
+        with folder.as_store_errors(self._location):
+            there = folder.identity(self._location)
+            if self._opened is None or self._opened.identity != there:
+                self.close()
+                if there is None and not write:
+                    return None
+                folder.check_owner(self._location)
+                if there is None:
+                    self._make()
+                self._opened = self._open()
+        refusal = self._opened.refusal
+        if write and refusal is not None:
+            self.close()  # and look again the next time: rights can be given
+            raise type(refusal)(str(refusal))
         return self._opened.database
 
     def is_current(self) -> bool:
@@ -60,7 +70,8 @@ class FileHome:
             return True
         if not isinstance(error, StoreDamaged):
             return False
-        aside = quarantine.set_aside(self._location, seen or folder.identity(self._location))
+        with folder.as_store_errors(self._location):
+            aside = quarantine.set_aside(self._location, seen or folder.identity(self._location))
         if aside is not None:
             target, reason = aside
             self._notices.once(
@@ -73,29 +84,31 @@ class FileHome:
     def close(self) -> None:
         """Close the file, if it is open."""
         if self._opened is not None:
-            self._opened.database.close()
+            self._opened.close()
             self._opened = None
 
     # --- opening ---------------------------------------------------------------------------------
 
     def _open(self) -> _Opened:
         file = self._location.file
-        with folder.held(self._location, alone=False):
+        with folder.held(self._location, alone=False), in_use.guard:
             there = folder.identity(self._location)
             if there is None:
                 raise StoreGone(f"{file} was removed a moment ago")
-            reason = quarantine.wrong_from_the_start(file)
+            reason = quarantine.wrong_from_the_start(file, there)
             if reason is not None:
                 raise StoreDamaged(f"{file} is damaged: {reason}")
             database, found, refusal = self._connected()
+            opened = _Opened(database, there, refusal)
         try:
             if found is None:
                 raise StoreDamaged(f"{file} has not the tables of a store")
-            refusal = bring_up_to_date(database, str(file), found, self._notices.once) or refusal
+            refusal = bring_up_to_date(database, str(file), found, self._notices.once)
         except StoreError:
-            database.close()
+            opened.close()
             raise
-        return _Opened(database, there, refusal)
+        opened.refusal = refusal or opened.refusal
+        return opened
 
     def _connected(self) -> tuple[Database, int | None, StoreError | None]:
         """The database in the freest way that works, its schema, and why it may not be written."""

@@ -10,7 +10,7 @@ import stat
 import time
 from collections.abc import Iterator
 
-from .errors import StoreBusy, StoreRefused, StoreUnavailable
+from .errors import StoreBusy, StoreError, StoreRefused, StoreUnavailable
 from .location import FolderLocation
 
 Identity = tuple[int, int]
@@ -30,6 +30,19 @@ def identity(location: FolderLocation) -> Identity | None:
     except OSError as error:
         raise StoreUnavailable(f"{location.file} cannot be read: {error.strerror}") from None
     return status.st_dev, status.st_ino
+
+
+@contextlib.contextmanager
+def as_store_errors(location: FolderLocation) -> Iterator[None]:
+    """Turn what the system says about a folder, which others may change, into `StoreError`."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except OSError as error:
+        raise StoreUnavailable(
+            f"{location.folder} cannot be used: {error.strerror or error}"
+        ) from None
 
 
 # --- trust ---------------------------------------------------------------------------------------
@@ -65,7 +78,7 @@ def check_owner(location: FolderLocation) -> None:
 
 def _check_parent(folder: pathlib.Path) -> None:
     """Where everyone may rename what is not theirs, our folder can be replaced at any time."""
-    parent = next((p for p in folder.absolute().parents if p.is_dir()), None)
+    parent = next((p for p in folder.absolute().parents if os.path.isdir(p)), None)
     if parent is None:
         return
     status = os.stat(parent)

@@ -6,7 +6,7 @@ import datetime
 import os
 import pathlib
 
-from . import folder, schema
+from . import folder, in_use, schema
 from .database import open_file
 from .errors import StoreDamaged, StoreUnavailable
 from .folder import Identity
@@ -23,12 +23,12 @@ def set_aside(location: FolderLocation, seen: Identity | None) -> tuple[pathlib.
 
     None if there is nothing to do: the file is sound after all, or another process was faster.
     """
-    with folder.held(location, alone=True):
+    with folder.held(location, alone=True), in_use.guard:
         # Looked at again, now that nobody is opening or moving it: a passing fault of one process
         # must not take the store away from all of them.
-        if folder.identity(location) != seen:
+        if seen is None or folder.identity(location) != seen:
             return None
-        reason = damage(location)
+        reason = damage(location, seen)
         if reason is None:
             return None
         try:
@@ -40,11 +40,14 @@ def set_aside(location: FolderLocation, seen: Identity | None) -> tuple[pathlib.
             ) from None
 
 
-def wrong_from_the_start(file: pathlib.Path) -> str | None:
+def wrong_from_the_start(file: pathlib.Path, identity: Identity) -> str | None:
     """What a look at the first bytes of a file tells, or None if they are those of SQLite.
 
     SQLite itself would make a store of an empty file, and throw away the log of one it cannot read.
+    To be called with `in_use.guard`.
     """
+    if in_use.is_open(identity):
+        return None  # it was looked at before, and must not be opened like this now
     try:
         with open(file, "rb") as stream:
             start = stream.read(len(_MAGIC))
@@ -55,9 +58,9 @@ def wrong_from_the_start(file: pathlib.Path) -> str | None:
     return "it is no SQLite database" if start else "it is empty"
 
 
-def damage(location: FolderLocation) -> str | None:
+def damage(location: FolderLocation, identity: Identity) -> str | None:
     """What is wrong with the file of a store, or None if it is sound."""
-    reason = wrong_from_the_start(location.file)
+    reason = wrong_from_the_start(location.file, identity)
     if reason is not None:
         return reason
     database = open_file(location)

@@ -222,9 +222,9 @@ def _before_fork() -> None:
     # SQLite remembers its locks per process, and a child would inherit the memory without the
     # locks. So nothing is open while a process forks; both open again what they need.
     _stores_lock.acquire()
-    _paused.extend(_stores)
-    for store in _paused:
+    for store in list(_stores):
         store._lock.acquire()
+        _paused.append(store)
         store._slot.close()
 
 

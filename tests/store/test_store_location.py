@@ -14,7 +14,7 @@ import urllib.parse
 import pytest
 from conftest import PASSWORD
 
-from ejkernel.ops import ConfigCache, ConfigSelectorChain, PersistentCache
+from ejkernel.ops import ConfigCache, ConfigSelectorChain, PersistentCache, default_executor
 from ejkernel.store import ServerLocation, StoreError, locate
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -67,6 +67,18 @@ def test_a_url_of_an_sqlite_file(tmp_path):
     assert (tmp_path / "my configs.db").exists()
     assert PersistentCache(f"sqlite:///{tmp_path}/my configs.db").get("key") == 1
     assert PersistentCache(tmp_path).get("key") is None
+
+
+def test_without_a_home_the_default_store_says_what_to_set(monkeypatch, caplog):
+    def nowhere(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("EJKERNEL_CACHE_DIR")
+    monkeypatch.setattr(pathlib.Path, "expanduser", nowhere)
+    with pytest.raises(StoreError, match="set EJKERNEL_CACHE_DIR"):
+        PersistentCache()
+    assert default_executor().selector.persistent is None
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("folder", ["a b", "a?b=c", "a#b", "a%20b", "ä☃"])

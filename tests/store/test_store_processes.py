@@ -311,3 +311,27 @@ def test_a_lock_that_is_released_in_time_is_waited_for(tmp_path):
     release.join()
     other.close()
     assert cache.get("key") == 2
+
+
+def test_two_objects_of_one_process_do_not_take_each_other_the_locks(nursery, tmp_path):
+    """Closing any descriptor of a file ends all locks that the process has on it."""
+    first = PersistentCache(tmp_path)
+    first.put("a", 1)
+    second = PersistentCache(tmp_path)
+    assert second.get("a") == 1
+    second.close()
+    # If the first one had lost its lock, the last to leave would be this process, and it would
+    # remove the log that the first one goes on writing.
+    code = """
+    cache = PersistentCache(args["place"])
+    cache.put(args["key"], 2)
+    cache.close()
+    result = [cache.get(key) for key in "abcd"]
+    cache.close()
+    """
+    assert nursery.run(code, place=tmp_path, key="b").result == [1, 2, None, None]
+    first.put("c", 3)
+    assert nursery.run(code, place=tmp_path, key="d").result == [1, 2, 3, 2]
+    assert [first.get(key) for key in "abcd"] == [1, 2, 3, 2]
+    assert (tmp_path / "configs.sqlite3-wal").exists()
+    first.close()

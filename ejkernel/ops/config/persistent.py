@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
-from ...store import FolderLocation, Store, locate
+from ...store import FolderLocation, Store, StoreUnavailable, locate
 from ..core.types import ConfigKey
 from ..utils import environment
 from ..utils.serialize import (
@@ -29,7 +29,12 @@ if TYPE_CHECKING:
 
 def default_path() -> pathlib.Path:
     """Where configs are kept unless a path is given."""
-    return pathlib.Path(environment.CACHE_DIR.read()).expanduser() / "configs"
+    try:
+        return pathlib.Path(environment.CACHE_DIR.read()).expanduser() / "configs"
+    except RuntimeError as error:  # a container may run as a user that nobody knows
+        raise StoreUnavailable(
+            f"there is no home folder to keep configs in ({error}); set EJKERNEL_CACHE_DIR"
+        ) from error
 
 
 class PersistentCache:
