@@ -196,3 +196,12 @@ def test_a_listener_that_raises_does_not_end_the_run(caplog):
     outcome = tune(Moody("right"), on_step=listen)
     assert outcome.best == How("right")
     assert "not today" in caplog.text
+
+
+def test_doubt_is_what_somebody_else_may_gain():
+    race = Race([withdrawing(1.0), withdrawing(1.5), withdrawing(1.01)], rounds=3, margin=0.0)
+    race.run()
+    assert 0 <= race.doubt() < 0.01  # one percent behind, and the noise is a tenth of that
+    alone = Race([withdrawing(1.0)], rounds=3)
+    alone.run()
+    assert alone.doubt() == 0

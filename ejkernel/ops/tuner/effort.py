@@ -18,8 +18,9 @@ class Effort:
       name: what it is called.
       screening: samples of every candidate before the first ones leave.
       rounds: most samples of the finalists.
-      share_of_build: racing takes at most this share of the time that compiling took, once everyone
-        has run twice the screening rounds: precision that costs more than it can gain is waste.
+      share_of_build: racing takes this share of the time that compiling took, once everyone has run
+        twice the screening rounds: precision that costs more than it can gain is waste. A race
+        that is still in doubt then, as on a busy machine, may take `PATIENCE` times as long.
       margin: a race is over when the leader is surely within this share of the best.
       finalists: how many of a search's best are raced against each other at its end.
       share_of_space: how much of a large space is evaluated.
@@ -42,6 +43,9 @@ class Effort:
             return self
         return EFFORTS[names[max(0, names.index(self.name) - 1)]]
 
+
+PATIENCE = 4
+DOUBT = 0.02  # a race whose leader may be slower than another by more than this is in doubt
 
 EFFORTS: dict[str, Effort] = {
     effort.name: effort

@@ -89,6 +89,13 @@ class Race:
                 break
         return self._winner()
 
+    def doubt(self) -> float:
+        """By how much somebody else may yet turn out faster than the leader, as a share."""
+        leader = self._leader()
+        others = [index for index in self.running if index != leader]
+        compared = [compare(self.samples[index], self.samples[leader]) for index in others]
+        return max((error - ratio for ratio, error in compared), default=0.0)
+
     def _withdraw(self, index: int) -> None:
         """Go on without it; if it was the last one running, with those it had outrun."""
         self.withdrawn.add(index)

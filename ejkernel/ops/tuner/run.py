@@ -13,7 +13,7 @@ from ..utils.stable import stable_json
 from .bench import Bench, BenchUnavailable, CandidateError
 from .build import Builder, reason_of
 from .clock import typical
-from .effort import Budget
+from .effort import DOUBT, PATIENCE, Budget
 from .outcome import Outcome, Trial, TuningFailed, TuningInterrupted, Verdict
 from .progress import Progress
 from .race import Race, Withdrawn, compare
@@ -139,7 +139,10 @@ class Run:
                 return True
             limit = self._racing_seconds
             done = max(len(samples) for samples in race.samples)
-            return limit is not None and done >= least and time.monotonic() - start > limit
+            if limit is None or done < least:
+                return False
+            spent = time.monotonic() - start
+            return spent > PATIENCE * limit or (spent > limit and race.doubt() < DOUBT)
 
         race = Race(
             [functools.partial(self._sample, key) for key in keys],
