@@ -45,13 +45,13 @@ class Effort:
 
 
 PATIENCE = 4
-DOUBT = 0.02  # a race whose leader may be slower than another by more than this is in doubt
+DOUBT = 0.01  # a race whose leader may be slower than another by more than this is in doubt
 
 EFFORTS: dict[str, Effort] = {
     effort.name: effort
     for effort in (
         Effort("quick", 2, 12, 0.06, 0.03, 3, 0.10, 24),
-        Effort("standard", 3, 40, 0.09, 0.01, 5, 0.20, 64),
+        Effort("standard", 3, 40, 0.10, 0.01, 5, 0.20, 64),
         Effort("full", 5, 100, 10.0, 0.005, 8, 1.0, 100_000),
     )
 }
