@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from .availability import Availability, Available, available
     from .checking import Check, CheckResult, check, check_call
     from .compiler import stop_workers
+    from .exporting import export
+    from .pruning import StaticPruner
     from .ranking import Estimate
 
 _HOMES = {
@@ -27,6 +29,8 @@ _HOMES = {
     "check": "checking",
     "check_call": "checking",
     "stop_workers": "compiler",
+    "export": "exporting",
+    "StaticPruner": "pruning",
     "Estimate": "ranking",
 }
 
@@ -37,11 +41,13 @@ __all__ = [
     "CheckResult",
     "Estimate",
     "GpuLimits",
+    "StaticPruner",
     "Target",
     "TargetError",
     "available",
     "check",
     "check_call",
+    "export",
     "find",
     "names",
     "stop_workers",

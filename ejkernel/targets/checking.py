@@ -100,6 +100,11 @@ class CheckResult:
         """Those that do not compile."""
         return tuple(entry for entry in self.entries if not entry.compiles)
 
+    @property
+    def best(self) -> Check | None:
+        """The lowest estimate: a heuristic, not a measurement. None if there is no estimate."""
+        return next((entry for entry in self.feasible if entry.estimate is not None), None)
+
     def __iter__(self) -> Iterator[Check]:
         return iter(self.entries)
 
@@ -114,12 +119,21 @@ class CheckResult:
         raise KeyError(f"{cfg} was not checked")
 
     def __str__(self) -> str:
-        best = next((entry.estimate for entry in self.feasible if entry.estimate), None)
+        best = None if self.best is None else self.best.estimate
         title = (
             f"{self.invocation.full_op_id}({self.invocation.signature}) for {self.target.name} "
             f"({self.key.device}): {len(self.feasible)} of {len(self)} compile"
         )
-        header = ("config", "compile", "memory", "registers", "flops", "bytes", "estimate", "")
+        header = (
+            "config",
+            "compile",
+            "memory",
+            "registers, spills",
+            "flops",
+            "bytes",
+            "estimate",
+            "",
+        )
         listed = (*self.feasible, *self.infeasible)
         rows = [_row(entry, best) for entry in listed]
         text = f"{title}\n{text_table(header, rows, right=(1, 2, 3, 4, 5, 6))}"
@@ -224,7 +238,7 @@ def _lowered(
 
 
 def _entry(target: Target, cfg: Any, program: Program, answer: dict[str, Any] | None) -> Check:
-    known = {"flops": program.flops, "bytes": program.bytes}
+    known: dict[str, Any] = {"flops": program.flops, "bytes": program.bytes}
     if answer is None:
         return Check(cfg, True, **known)
     cached = bool(answer.get("cached"))
@@ -268,7 +282,7 @@ def _row(entry: Check, best: Estimate | None) -> tuple[str, ...]:
     memory = entry.vmem_bytes if entry.vmem_bytes is not None else entry.shared_bytes
     registers = "" if entry.registers is None else str(entry.registers)
     if entry.spilled_bytes:
-        registers = f"{registers} ({_size(entry.spilled_bytes)} spilled)".strip()
+        registers = f"{registers} +{_size(entry.spilled_bytes)}".strip()
     estimated, remark = "", entry.reason
     if entry.estimate is not None:
         estimated = f"{entry.estimate.seconds * 1e3:.4g} ms"

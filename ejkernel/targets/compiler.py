@@ -16,7 +16,6 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from ..ops.tuner.process import START_SECONDS, Process, WorkerLost, WorkerUnavailable
 from ..ops.tuner.worker import Header

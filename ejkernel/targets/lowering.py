@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -22,7 +22,7 @@ from jax import export
 from ..ops.core.dispatch import defined_methods, find_method, suffix_order
 from ..ops.core.kernel import Kernel
 from ..ops.core.partition import split
-from ..ops.tuner.inputs import outside_trace
+from ..ops.tuner.inputs import batched_shapes, outside_trace
 from ..ops.tuner.session import function_maker
 from ..ops.tuner.worker import ANY_CUSTOM_CALL, Header
 from ..ops.utils.fingerprint import as_if_on
@@ -75,6 +75,7 @@ class Program:
       flops: floating-point operations of the program as written, matrix products counted as two
         per multiply-add; loops of unknown length are counted once.
       bytes: what has to move at least: inputs and outputs, or the blocks of Pallas kernels.
+      touched: bytes that each operation as written reads and writes, as if nothing were fused.
     """
 
     module: bytes
@@ -82,6 +83,7 @@ class Program:
     launches: tuple[Launch, ...]
     flops: int
     bytes: int
+    touched: int
 
     @property
     def fingerprint(self) -> str:
@@ -113,8 +115,7 @@ def require_implementation(kernel: Kernel[Any, Any], target: Target) -> None:
 def lower(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], cfg: Any, target: Target) -> Program:
     """The program of a call with a config, for a target. Raises whatever lowering raises."""
     inv = dataclasses.replace(inv.abstract(), kernel=kernel)
-    arrays, rest = split((inv.args, dict(inv.kwargs)))
-    arrays = _batched(arrays, inv)
+    arrays, rest = split((batched_shapes(inv.args, inv), dict(inv.kwargs)))
     if any(jnp.issubdtype(array.dtype, jax.dtypes.extended) for array in arrays):
         raise TargetError(
             f"{kernel.full_op_id}: key arrays cannot be sent to a compiler; give key data instead"
@@ -147,17 +148,9 @@ def lower(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], cfg: Any, target:
         },
         launches=launches,
         flops=_flops(jaxpr),
+        touched=_touched(jaxpr),
         bytes=max(edges, sum(known)) if launches and len(known) == len(moved) else edges,
     )
-
-
-def _batched(arrays: list[Any], inv: Invocation[Any, Any]) -> list[Any]:
-    if inv.batch_axes is not None:
-        raise TargetError(
-            f"{inv.full_op_id}: a batched call is checked as the call of one element; "
-            "drop its batch axes"
-        )
-    return arrays
 
 
 def _plain(aval: Any) -> list[Any]:
@@ -165,7 +158,7 @@ def _plain(aval: Any) -> list[Any]:
 
 
 def _bytes(aval: Any) -> int:
-    return math.prod(aval.shape) * np.dtype(aval.dtype).itemsize
+    return int(math.prod(aval.shape) * np.dtype(aval.dtype).itemsize)
 
 
 # --- what a jaxpr says ---------------------------------------------------------------------------
@@ -226,9 +219,6 @@ def _loops(jaxpr: Any) -> Iterator[Trips]:
             yield from inner
 
 
-_CALLS = ("scan", "while", "cond", "pallas_call")
-
-
 def _flops(jaxpr: Any) -> int:
     return sum(_flops_of(eqn) for eqn in jaxpr.eqns)
 
@@ -249,12 +239,31 @@ def _flops_of(eqn: Any) -> int:
     if name == "dot_general":
         (contracting, _), _ = eqn.params["dimension_numbers"]
         left = eqn.invars[0].aval.shape
-        return 2 * _size(eqn.outvars[0]) * math.prod(left[axis] for axis in contracting)
+        return 2 * _size(eqn.outvars[0]) * int(math.prod(left[axis] for axis in contracting))
     if name.startswith("reduce_") or name in ("argmax", "argmin"):
         return _size(eqn.invars[0])
     return _size(eqn.outvars[0]) if _is_arithmetic(eqn) else 0
 
 
+def _touched(jaxpr: Any) -> int:
+    total = 0
+    for eqn in jaxpr.eqns:
+        inside = sum(map(_touched, _inside(eqn)))
+        if eqn.primitive.name == "scan":
+            total += int(eqn.params["length"]) * inside
+        elif inside:
+            total += inside
+        elif eqn.primitive.name not in _VIEWS:
+            total += sum(_var_bytes(var) for var in (*eqn.invars, *eqn.outvars))
+    return total
+
+
+def _var_bytes(var: Any) -> int:
+    aval = getattr(var, "aval", None)
+    return _bytes(aval) if hasattr(getattr(aval, "dtype", None), "itemsize") else 0
+
+
+_VIEWS = frozenset(("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "stop_gradient"))
 _FREE: frozenset[str] = frozenset(
     (
         "broadcast_in_dim", "reshape", "transpose", "slice", "dynamic_slice", "concatenate", "copy",
@@ -266,12 +275,11 @@ _FREE: frozenset[str] = frozenset(
 
 
 def _is_arithmetic(eqn: Any) -> bool:
-    out: Callable[[Any], Any] = lambda var: getattr(var.aval, "dtype", None)  # noqa: E731
     if eqn.primitive.name in _FREE or not eqn.outvars:
         return False
-    dtype = out(eqn.outvars[0])
+    dtype = getattr(eqn.outvars[0].aval, "dtype", None)
     return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def _size(var: Any) -> int:
-    return math.prod(getattr(var.aval, "shape", ()))
+    return int(math.prod(getattr(var.aval, "shape", ())))
