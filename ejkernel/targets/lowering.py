@@ -11,7 +11,8 @@ import contextlib
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -76,6 +77,7 @@ class Program:
         per multiply-add; loops of unknown length are counted once.
       bytes: what has to move at least: inputs and outputs, or the blocks of Pallas kernels.
       touched: bytes that each operation as written reads and writes, as if nothing were fused.
+      dynamic: some loop outside of kernels runs an unknown number of times.
     """
 
     module: bytes
@@ -84,6 +86,7 @@ class Program:
     flops: int
     bytes: int
     touched: int
+    dynamic: bool = False
 
     @property
     def fingerprint(self) -> str:
@@ -133,7 +136,8 @@ def lower(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], cfg: Any, target:
             exporting = export.export(
                 jitted, platforms=[target.platform], disabled_checks=ANY_CUSTOM_CALL
             )
-            exported = exporting(arrays)
+            with _no_locations():
+                exported = exporting(arrays)
         jaxpr = getattr(traced, "jaxpr", traced)
         launches = tuple(_launches(jaxpr, 1))
     moved = [launch.moved for launch in launches]
@@ -149,8 +153,30 @@ def lower(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], cfg: Any, target:
         launches=launches,
         flops=_flops(jaxpr),
         touched=_touched(jaxpr),
+        dynamic=_has_unknown(_loops(jaxpr)),
         bytes=max(edges, sum(known)) if launches and len(known) == len(moved) else edges,
     )
+
+
+_locations = threading.Lock()
+
+
+@contextlib.contextmanager
+def _no_locations() -> Iterator[None]:
+    """Programs without the lines they come from, which differ with whoever asks for the check.
+
+    Pallas writes them into the kernel's bytecode, where nothing can take them out again. The
+    setting is the process's; what another thread lowers meanwhile lacks its locations too, and
+    nothing else.
+    """
+    name = "jax_traceback_in_locations_limit"
+    with _locations:
+        before = getattr(jax.config, name)
+        jax.config.update(name, 0)
+        try:
+            yield
+        finally:
+            jax.config.update(name, before)
 
 
 def _plain(aval: Any) -> list[Any]:
@@ -217,6 +243,10 @@ def _loops(jaxpr: Any) -> Iterator[Trips]:
             yield Trips(UNKNOWN, inner)
         else:
             yield from inner
+
+
+def _has_unknown(loops: Iterable[Trips]) -> bool:
+    return any(trips.count == UNKNOWN or _has_unknown(trips.inner) for trips in loops)
 
 
 def _flops(jaxpr: Any) -> int:

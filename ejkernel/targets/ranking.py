@@ -10,7 +10,12 @@ all multiprocessors can issue, in waves of as many blocks as registers, shared m
 allow at a time; few resident warps cannot hide latency, and wait. Again the larger of this and the
 bytes over the bandwidth.
 
-**CPU.** What XLA says about the optimised program: flops and bytes accessed, over round numbers.
+**CPU.** Flops, and bytes that each operation as written reads and writes, over round numbers. XLA's
+own `cost_analysis` is not used: it counts the body of a loop once, so it ranks blocked programs the
+wrong way round (`benchmarks/static_ranking.py`).
+
+**A program without Pallas kernels** on a TPU: the seconds that libtpu's cost model says. On CUDA
+there is no estimate.
 
 Not seen: stalls on copies within a step, cache hits, bank conflicts, how long a multiplication on
 a matrix unit takes, two cores of one TPU chip. `docs/targets.md` says how far that goes.
@@ -57,7 +62,7 @@ def estimate(target: Target, program: Program, answer: dict[str, Any]) -> Estima
     """The cost of what a compiler answered; None if it told too little."""
     if program.launches and target.platform != "cpu":
         return _of_kernels(target, program.launches, answer["kernels"])
-    return _of_cost_model(target, answer.get("cost", {}))
+    return _of_cost_model(target, program, answer.get("cost", {}))
 
 
 # --- Pallas --------------------------------------------------------------------------------------
@@ -175,15 +180,13 @@ def resident_blocks(
     return max(1, min(limits))
 
 
-# --- the compiler's own word ---------------------------------------------------------------------
+# --- without Pallas ---------------------------------------------------------------------
 
 
-def _of_cost_model(target: Target, cost: dict[str, float]) -> Estimate | None:
+def _of_cost_model(target: Target, program: Program, cost: dict[str, float]) -> Estimate | None:
     if target.platform == "cpu":
-        flops, moved = max(0.0, cost.get("flops", 0.0)), max(0.0, cost.get("bytes", 0.0))
-        if not flops and not moved:
-            return None
-        note = "XLA counts the body of a loop of unknown length once"
-        return Estimate(flops / CPU_FLOPS + moved / CPU_BANDWIDTH, "cost model", notes=(note,))
+        seconds = program.flops / CPU_FLOPS + program.touched / CPU_BANDWIDTH
+        notes = ("a loop runs an unknown number of times, counted once",) if program.dynamic else ()
+        return Estimate(seconds, "cost model", notes=notes)
     seconds = cost.get("optimal_seconds", 0.0)
     return Estimate(seconds, "cost model") if seconds > 0 else None

@@ -22,7 +22,7 @@ def moved_bytes(grid_mapping: Any) -> int | None:
     steps = math.prod(grid)
     if steps > MOST_STEPS or steps == 0:
         return None
-    points = np.stack(np.unravel_index(np.arange(steps), grid or (1,)), 1).astype(np.int32)
+    points = np.indices(grid, np.int32).reshape(len(grid), steps).T
     total = 0
     for mapping in grid_mapping.block_mappings:
         closed = mapping.index_map_jaxpr
