@@ -76,24 +76,22 @@ def loop_from_plain(plain: dict[str, object]) -> Loop:
     return Loop(int(str(plain["own"])), tuple(loop_from_plain(loop) for loop in inner))
 
 
-def loop_tree(marks: Iterable[tuple[int, bool]]) -> Loop:
-    """A tree from instructions in order: how deep each one is, and whether it begins a loop."""
-    stack: list[tuple[int, list[Loop]]] = [(0, [])]
+def loop_tree(count: int, ranges: Iterable[tuple[int, int]]) -> Loop:
+    """A tree of `count` instructions from its loops: the first and the last one of each."""
+    inside = sorted(set(ranges), key=lambda span: (span[0], -span[1]))
 
-    def close() -> None:
-        own, inner = stack.pop()
-        stack[-1][1].append(Loop(own, tuple(inner)))
+    def build(first: int, last: int, spans: Sequence[tuple[int, int]]) -> Loop:
+        inner: list[Loop] = []
+        taken = 0
+        while spans:
+            start, end = spans[0]
+            within = [span for span in spans[1:] if span[1] <= end]
+            inner.append(build(start, end, within))
+            taken += end - start + 1
+            spans = [span for span in spans[1:] if span[0] > end]
+        return Loop(last - first + 1 - taken, tuple(inner))
 
-    for depth, begins in marks:
-        while len(stack) - 1 > depth or (begins and len(stack) - 1 == depth and depth > 0):
-            close()
-        while len(stack) - 1 < depth:
-            stack.append((0, []))
-        own, inner = stack[-1]
-        stack[-1] = (own + 1, inner)
-    while len(stack) > 1:
-        close()
-    return Loop(stack[0][0], tuple(stack[0][1]))
+    return build(0, count - 1, inside)
 
 
 # --- TPU -----------------------------------------------------------------------------------------
@@ -125,8 +123,26 @@ def read_tpu_dump(folder: pathlib.Path) -> list[KernelFigures]:
 
 
 def tpu_code(text: str) -> Loop:
-    """The bundles of a final schedule, by loop: `>` before a bundle says how deep it is."""
-    return loop_tree((len(m[2]), m[1] == "LB") for m in _BUNDLE.finditer(text))
+    """The bundles of a final schedule, by loop.
+
+    `LB` marks the first bundle of a loop, and `>` how deep it is. Other bundles carry the depth of
+    the instruction that stands in them first, which may come from further outside: a loop ends
+    with the last bundle that is as deep as its first.
+    """
+    bundles = [(len(match[2]), match[1] == "LB") for match in _BUNDLE.finditer(text)]
+    ranges = []
+    for start, (depth, begins) in enumerate(bundles):
+        if not begins:
+            continue
+        end = start
+        for index in range(start + 1, len(bundles)):
+            other, starts = bundles[index]
+            if starts and other <= depth:
+                break
+            if other >= depth:
+                end = index
+        ranges.append((start, end))
+    return loop_tree(len(bundles), ranges)
 
 
 def unit_shares(text: str) -> dict[str, float]:
@@ -216,25 +232,20 @@ def read_cuda_dump(folder: pathlib.Path) -> list[KernelFigures]:
 def ptx_code(text: str) -> Loop:
     """The instructions of a PTX function, by loop: a branch back to a label closes one."""
     lines = [line.strip() for line in text.splitlines()]
-    labels: dict[str, int] = {}
-    loops: dict[int, int] = {}  # first line -> last line
-    for number, line in enumerate(lines):
+    labels: dict[str, int] = {}  # label -> number of the instruction after it
+    loops: dict[int, int] = {}  # first instruction -> last instruction
+    count = 0
+    for line in lines:
         label = _LABEL.match(line)
         if label is not None:
-            labels[label[1]] = number
+            labels[label[1]] = count
+        if not line.endswith(";") or line.startswith("."):
+            continue
         branch = _BRANCH.search(line)
         if branch is not None and branch[1] in labels:
-            start = labels[branch[1]]
-            loops[start] = max(loops.get(start, start), number)
-    marks = []
-    fresh = False
-    for number, line in enumerate(lines):
-        fresh = fresh or number in loops
-        if line.endswith(";") and not line.startswith("."):
-            depth = sum(start <= number <= end for start, end in loops.items())
-            marks.append((depth, fresh))
-            fresh = False
-    return loop_tree(marks)
+            loops[labels[branch[1]]] = count
+        count += 1
+    return loop_tree(count, loops.items())
 
 
 def assemble(file: pathlib.Path, text: str) -> dict[str, dict[str, int]]:

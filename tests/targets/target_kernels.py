@@ -39,8 +39,16 @@ def _specs(x, y, cfg):
 
 
 def tpu_matmul(x, y, cfg, *, interpret=False):
+    depth = min(max(cfg.depth, 128), x.shape[1])  # a TPU slices whole lanes
+
     def body(x_ref, y_ref, out_ref):
-        out_ref[...] = jnp.dot(x_ref[...], y_ref[...], preferred_element_type=jnp.float32)
+        def step(i, total):
+            part = pl.ds(i * depth, depth)
+            left, right = x_ref[:, part], y_ref[part, :]
+            return total + jnp.dot(left, right, preferred_element_type=jnp.float32)
+
+        zero = jnp.zeros((cfg.rows, cfg.columns), jnp.float32)
+        out_ref[...] = jax.lax.fori_loop(0, x.shape[1] // depth, step, zero)
 
     return pl.pallas_call(body, **_specs(x, y, cfg), interpret=interpret, name="matmul_tpu")(x, y)
 

@@ -74,6 +74,12 @@ def test_tpu_bundles_by_loop():
     assert code.total == 9
 
 
+def test_bundles_that_carry_an_outer_instruction_are_still_in_the_loop():
+    marked = BUNDLES.replace("0x5   : >>", "0x5   : >", 1)  # between two bundles of the loop
+    marked = marked.replace("0x6 LB: >>", "0x6   : >>", 1)
+    assert figures.tpu_code(marked) == Loop(3, (Loop(3, (Loop(3),)),))
+
+
 def test_tpu_dump_of_a_kernel(tmp_path):
     (tmp_path / "17-mm.1-02-final_bundles.txt").write_text(BUNDLES)
     (tmp_path / "17-TLP-02-final_bundles.txt").write_text(BUNDLES)
@@ -256,8 +262,13 @@ def test_a_lowered_program_knows_its_launch():
     inv = kernel.bind(x, y)
     program = lower(kernel, inv, Tile(128, 128, 64), targets.find("tpu-v5e"))
     (launch,) = program.launches
-    assert (launch.name, launch.steps, launch.times, launch.loops) == ("matmul_tpu", 12, 1, ())
-    assert program.flops == 2 * 512 * 256 * 384
+    assert (launch.name, launch.steps, launch.times, launch.loops) == (
+        "matmul_tpu",
+        12,
+        1,
+        (Trips(2),),
+    )
+    assert program.flops == 2 * 512 * 256 * 384 + 2 * 512 * 384  # and each part is added
     tile = 128 * 256 * 4
     # x's block changes four times, y's at each of the twelve steps, and so does the output's.
     assert launch.moved == 4 * tile + 12 * tile + 12 * 128 * 128 * 4
