@@ -12,7 +12,6 @@ import os
 import pathlib
 import queue
 import secrets
-import shutil
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from ..ops.tuner.worker import Header
 from ..ops.utils import environment
 from ..ops.utils.stable import short_hash
 from .catalog import Target, TargetError
+from .figures import find_ptxas
 from .lowering import Program
 
 FORMAT = 1  # of what a worker answers: raise it when a figure is read differently
@@ -53,12 +53,9 @@ def missing(platform: str) -> str:
     """What to install before anything can be compiled for a platform; "" if all is there."""
     lacking = [name for name in _PACKAGES[platform] if not _version(name)]
     if lacking:
-        return (
-            f"install {EXTRAS[platform]} ({', '.join(lacking)}; `make targets` does it without "
-            "their dependencies, which are not needed to compile)"
-        )
-    if platform == "cuda" and shutil.which("ptxas") is None:
-        return "put a CUDA 13 `ptxas` on the PATH (CUDA toolkit, or the package nvidia-cuda-nvcc)"
+        return f"install {EXTRAS[platform]} ({' and '.join(lacking)})"
+    if platform == "cuda" and find_ptxas() is None:
+        return "put a CUDA 13 `ptxas` on the PATH (CUDA toolkit), or install nvidia-cuda-nvcc"
     return ""
 
 
@@ -92,7 +89,8 @@ class _Worker:
             self.stop()
             self._folder = tempfile.TemporaryDirectory(prefix="ejkernel-targets-")
             settings = _environment(self._platform, self._folder.name)
-            self._process = Process(_MODULE, environment.for_child(settings))
+            programs = os.path.dirname(find_ptxas() or "") if self._platform == "cuda" else ""
+            self._process = Process(_MODULE, environment.for_child(settings, programs))
         return self._process
 
     def stop(self) -> None:
@@ -253,7 +251,7 @@ def _file(target: Target, program: Program) -> pathlib.Path:
             "format": FORMAT,
             "target": dataclasses.asdict(target),
             "versions": compiler_versions(target.platform),
-            "ptxas": target.platform == "cuda" and shutil.which("ptxas") is not None,
+            "ptxas": find_ptxas() if target.platform == "cuda" else None,
             "program": program.fingerprint,
         },
         digits=32,

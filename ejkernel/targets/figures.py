@@ -9,6 +9,7 @@ says how many machine instructions there are.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import pathlib
 import re
@@ -250,7 +251,7 @@ def ptx_code(text: str) -> Loop:
 
 def assemble(file: pathlib.Path, text: str) -> dict[str, dict[str, int]]:
     """What `ptxas` says about each kernel of a PTX file; nothing if it is not there."""
-    ptxas = shutil.which("ptxas")
+    ptxas = find_ptxas()
     architecture = re.search(r"^\.target\s+(\w+)", text, re.MULTILINE)
     if ptxas is None or architecture is None:
         return {}
@@ -266,6 +267,19 @@ def assemble(file: pathlib.Path, text: str) -> dict[str, dict[str, int]]:
         for name, size in code_sections(binary.read_bytes()).items():
             figures.setdefault(name, {})["instructions"] = size // _SASS_BYTES
     return figures
+
+
+def find_ptxas() -> str | None:
+    """Where `ptxas` is: on the PATH, else in the package nvidia-cuda-nvcc."""
+    found = shutil.which("ptxas")
+    if found is not None:
+        return found
+    spec = importlib.util.find_spec("nvidia")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        file = pathlib.Path(folder) / "cu13" / "bin" / "ptxas"
+        if file.is_file():
+            return str(file)
+    return None
 
 
 def ptxas_figures(text: str) -> dict[str, dict[str, int]]:

@@ -93,7 +93,7 @@ def test_what_is_missing_is_said_with_what_to_install(monkeypatch):
 
 def test_a_missing_ptxas_is_said(monkeypatch):
     monkeypatch.setattr(compiler, "_version", lambda name: "1")
-    monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
+    monkeypatch.setattr(compiler, "find_ptxas", lambda: None)
     found = targets.available()
     assert "ptxas" in found["cuda-sm80"].lacking
     assert found["tpu-v4"].usable

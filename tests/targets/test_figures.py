@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import struct
 
 import jax
@@ -119,7 +118,7 @@ def test_ptx_by_loop(tmp_path):
 
 
 def test_cuda_dump_without_ptxas(tmp_path, monkeypatch):
-    monkeypatch.setattr(figures.shutil, "which", lambda name: None)
+    monkeypatch.setattr(figures, "find_ptxas", lambda: None)
     (tmp_path / "module_1.jit.1.ptx").write_text(PTX)
     (tmp_path / "module_1.jit.2.ptx").write_text("\n")
     (tmp_path / "module_1.jit.thunk_sequence.txt").write_text(
@@ -137,7 +136,7 @@ def test_what_ptxas_says():
     }
 
 
-@pytest.mark.skipif(shutil.which("ptxas") is None, reason="no ptxas on the PATH")
+@pytest.mark.skipif(figures.find_ptxas() is None, reason="there is no ptxas")
 def test_machine_instructions_are_counted(tmp_path):
     file = tmp_path / "a.ptx"
     file.write_text(

@@ -66,9 +66,13 @@ def preset(name: str, value: str) -> None:
     os.environ.setdefault(name, value)
 
 
-def for_child(changes: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that is started from here: this one's, with these changes."""
-    return {**os.environ, **changes}
+def for_child(changes: Mapping[str, str], programs: str = "") -> dict[str, str]:
+    """The environment of a process that is started from here: this one's, with these changes.
+
+    `programs` is a folder where it looks for programs before all others.
+    """
+    path = os.pathsep.join(filter(None, (programs, os.environ.get("PATH", os.defpath))))
+    return {**os.environ, "PATH": path, **changes}
 
 
 CACHE_DIR = Variable(
