@@ -29,7 +29,7 @@ from ..ops.tuner.worker import ANY_CUSTOM_CALL, Header
 from ..ops.utils.fingerprint import as_if_on
 from ..ops.utils.serialize import dtype_name
 from .catalog import Target, TargetError
-from .traffic import moved_bytes
+from .traffic import traffic_of
 
 if TYPE_CHECKING:
     from ..ops.core.invocation import Invocation
@@ -56,13 +56,17 @@ class Launch:
       times: how often the program launches it; None if that depends on run-time values.
       loops: the loops of its body.
       moved: bytes of blocks that are copied in and out over the grid; None if that cannot be told.
+      loaded: bytes of the blocks of all steps, whether they are the same as before or not.
+      unique: bytes of the arrays that the blocks are of.
     """
 
     name: str
     steps: int | None
     times: int | None
     loops: tuple[Trips, ...]
-    moved: int | None
+    moved: int | None = None
+    loaded: int | None = None
+    unique: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,12 +213,13 @@ def _launches(jaxpr: Any, times: int | None) -> Iterator[Launch]:
         if name == "pallas_call":
             grid = eqn.params["grid_mapping"].grid
             static = all(isinstance(size, int) for size in grid)
+            traffic = traffic_of(eqn.params["grid_mapping"]) if static else None
             yield Launch(
                 _kernel_name(eqn.params),
                 math.prod(grid) if static else None,
                 times,
                 tuple(_loops(eqn.params["jaxpr"])),
-                moved_bytes(eqn.params["grid_mapping"]) if static else None,
+                **(dataclasses.asdict(traffic) if traffic is not None else {}),
             )
             continue
         inner = times

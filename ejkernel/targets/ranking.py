@@ -8,7 +8,7 @@ the larger one counts.
 **CUDA.** Machine instructions of a thread (loops times their trip counts) times warps, over what
 all multiprocessors can issue, in waves of as many blocks as registers, shared memory and threads
 allow at a time; few resident warps cannot hide latency, and wait. Again the larger of this and the
-bytes over the bandwidth.
+memory's time: arrays once over its bandwidth, or the blocks of all steps over that of the cache.
 
 **CPU.** Flops, and bytes that each operation as written reads and writes, over round numbers. XLA's
 own `cost_analysis` is not used: it counts the body of a loop once, so it ranks blocked programs the
@@ -35,6 +35,7 @@ from .lowering import UNKNOWN, Launch, Program, Trips
 
 ISSUED_PER_CYCLE = 4  # warps, by one multiprocessor
 LATENCY = 8  # a warp issues at most every so many cycles
+CACHE_FACTOR = 2.5  # so much faster than its memory is a GPU's second-level cache, about
 CPU_FLOPS = 1e11  # per second; only the ratio to the bandwidth matters for an order
 CPU_BANDWIDTH = 2e10
 
@@ -88,7 +89,7 @@ def _of_kernels(
             occupancies.append(occupancy)
         if took is None:
             return None
-        moving = times * (launch.moved or 0) / target.bandwidth
+        moving = times * _memory_seconds(target, launch)
         working = times * took / (target.clock_ghz * 1e9)
         cycles += times * took
         memory += moving
@@ -96,6 +97,13 @@ def _of_kernels(
     bound = "memory" if memory > cycles / (target.clock_ghz * 1e9) else "schedule"
     occupancy_of_all = min(occupancies) if occupancies else None
     return Estimate(seconds, bound, cycles, occupancy_of_all, tuple(dict.fromkeys(notes)))
+
+
+def _memory_seconds(target: Target, launch: Launch) -> float:
+    if target.gpu is None:
+        return (launch.moved or 0) / target.bandwidth
+    again = (launch.loaded or 0) / (CACHE_FACTOR * target.bandwidth)
+    return max((launch.unique or 0) / target.bandwidth, again)
 
 
 def _paired(

@@ -126,7 +126,9 @@ def target_from_plain(plain: dict[str, Any]) -> Target:
 
 def one_line(text: str) -> str:
     """The sentence of a compiler's message that says why, without the program in it."""
-    stripped = re.sub(r"%[\w.-]+ = .*?(?:metadata=\{[^}]*\}|\)\.)", "the kernel", text, flags=re.S)
+    stripped = re.sub(
+        r"%[\w.-]+ = .*?(?:\bmetadata=\{[^}]*\}|\)\.)", "the kernel", text, flags=re.S
+    )
     lines = [line.strip() for line in stripped.splitlines() if line.strip()]
     telling = re.compile(r"exceed|limit|out of memory|not supported|unsupported|must|cannot", re.I)
     chosen = next((line for line in lines if telling.search(line)), lines[0] if lines else "")

@@ -167,7 +167,7 @@ def test_an_elf_that_is_none_has_no_code():
         (
             "JaxRuntimeError: RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out of "
             "memory in memory space vmem while allocating on stack for %mm.1 = f32[4096,4096]{1,0:"
-            'T(8,128)} custom-call(%x.1), metadata={op_name="jit(f)/mm/pallas_call" '
+            'T(8,128)} custom-call(%x.1), frontend_attributes={kernel_metadata={}}, metadata={op_name="jit(f)/mm/pallas_call" '
             "stack_frame_id=2}. Scoped allocation with size 64.00M and limit 16.00M exceeded "
             "scoped vmem limit by 48.00M. It should not be possible.\nSee https://openxla.org",
             "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem while allocating on stack "
@@ -186,7 +186,7 @@ def test_a_compilers_message_in_one_line(text, line):
 
 
 def _program(**launch):
-    given = {"name": "mm", "steps": 10, "times": 1, "loops": (), "moved": 0, **launch}
+    given = {"name": "mm", "steps": 10, "times": 1, "loops": (), **launch}
     return Program(b"", {}, (Launch(**given),), flops=1, bytes=1, touched=1)
 
 
@@ -224,6 +224,16 @@ def test_memory_binds_when_it_takes_longer():
     found = ranking.estimate(target, program, {"kernels": [_kernel(figures.tpu_code(BUNDLES))]})
     assert found.bound == "memory"
     assert found.seconds == pytest.approx(1e9 / target.bandwidth)
+
+
+def test_a_gpu_reads_again_from_its_cache():
+    target = targets.find("cuda-sm90")
+    kernel = _kernel(Loop(1), threads=32, blocks=1, registers=32, shared_bytes=0)
+    cached = ranking.estimate(target, _program(unique=10**6, loaded=10**9), {"kernels": [kernel]})
+    assert cached.seconds == pytest.approx(1e9 / (2.5 * target.bandwidth))
+    once = ranking.estimate(target, _program(unique=10**9, loaded=10**9), {"kernels": [kernel]})
+    assert once.seconds == pytest.approx(1e9 / target.bandwidth)
+    assert (cached.bound, once.bound) == ("memory", "memory")
 
 
 def test_a_kernel_without_figures_has_no_estimate():
@@ -271,6 +281,8 @@ def test_a_lowered_program_knows_its_launch():
     tile = 128 * 256 * 4
     # x's block changes four times, y's at each of the twelve steps, and so does the output's.
     assert launch.moved == 4 * tile + 12 * tile + 12 * 128 * 128 * 4
+    assert launch.loaded == 12 * (tile + tile + 128 * 128 * 4)
+    assert launch.unique == 4 * (512 * 256 + 256 * 384 + 512 * 384)
 
     program = lower(kernel, inv, Tile(128, 128, 64), targets.find("cuda-sm90"))
     (launch,) = program.launches
