@@ -100,10 +100,25 @@ class Program:
         return digest.hexdigest()
 
 
-def standing_on(target: Target) -> contextlib.AbstractContextManager[Any]:
-    """While active, kernels choose methods, configs and keys as they would on the target."""
+@contextlib.contextmanager
+def standing_on(target: Target) -> Iterator[None]:
+    """While active, kernels choose methods, configs and keys as they would on the target.
+
+    JAX is told too, by an abstract device: Pallas asks it what a GPU can do, and kernels may ask it
+    (`pltpu.get_tpu_info()`).
+    """
     device = target.device
-    return contextlib.nullcontext() if device is None else as_if_on(device)
+    if device is None:
+        yield
+        return
+    abstract = jax.sharding.AbstractDevice(
+        device_kind=device.device_kind,
+        num_cores=device.core_count or 1,
+        platform=device.platform,
+    )
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=abstract)
+    with as_if_on(device), jax.sharding.use_abstract_mesh(mesh):
+        yield
 
 
 def require_implementation(kernel: Kernel[Any, Any], target: Target) -> None:

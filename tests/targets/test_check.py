@@ -101,6 +101,21 @@ def test_the_method_of_the_platform_is_lowered():
         assert (Tile(8, 8) in [entry.cfg for entry in result]) == (name == "tpu-v4")
 
 
+def test_a_kernel_may_ask_pallas_about_the_device():
+    from jax.experimental.pallas import tpu as pltpu
+
+    asked = []
+
+    class Asking(Matmul):
+        def run_pallas(self, x, *, cfg):
+            asked.append(pltpu.get_tpu_info().generation)
+            return x
+
+    for name, generation in (("tpu-v4", 4), ("tpu-v5e", 5), ("tpu-v6e", 6)):
+        targets.check(Asking("asking"), SHAPE, target=name, compile=False, configs=[GOOD])
+        assert asked.pop() == generation
+
+
 def test_a_block_shape_that_a_tpu_cannot_have_is_an_entry_with_a_reason(matmul):
     bad = Tile(128, 100)
     result = targets.check(

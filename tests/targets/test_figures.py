@@ -167,7 +167,8 @@ def test_an_elf_that_is_none_has_no_code():
         (
             "JaxRuntimeError: RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out of "
             "memory in memory space vmem while allocating on stack for %mm.1 = f32[4096,4096]{1,0:"
-            'T(8,128)} custom-call(%x.1), frontend_attributes={kernel_metadata={}}, metadata={op_name="jit(f)/mm/pallas_call" '
+            "T(8,128)} custom-call(%x.1), frontend_attributes={kernel_metadata={}}, "
+            'metadata={op_name="jit(f)/mm/pallas_call" '
             "stack_frame_id=2}. Scoped allocation with size 64.00M and limit 16.00M exceeded "
             "scoped vmem limit by 48.00M. It should not be possible.\nSee https://openxla.org",
             "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem while allocating on stack "
