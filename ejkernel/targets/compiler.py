@@ -116,7 +116,9 @@ def _environment(platform: str, dump: str) -> dict[str, str]:
         }
     elif platform == "cuda":
         # Nothing can be timed without a device, so XLA must not try to tune.
-        settings["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_gpu_autotune_level=0"
+        settings["XLA_FLAGS"] = (
+            f"--xla_dump_to={dump} --xla_dump_emitter_re=ptx --xla_gpu_autotune_level=0"
+        )
     return settings
 
 
