@@ -270,16 +270,16 @@ def assemble(file: pathlib.Path, text: str) -> dict[str, dict[str, int]]:
 
 
 def find_ptxas() -> str | None:
-    """Where `ptxas` is: on the PATH, else in the package nvidia-cuda-nvcc."""
-    found = shutil.which("ptxas")
-    if found is not None:
-        return found
+    """Where `ptxas` is: in the package nvidia-cuda-nvcc, else on the PATH.
+
+    The package comes first: it is as new as the plugin, whose PTX an older `ptxas` cannot read.
+    """
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         file = pathlib.Path(folder) / "cu13" / "bin" / "ptxas"
         if file.is_file():
             return str(file)
-    return None
+    return shutil.which("ptxas")
 
 
 def ptxas_figures(text: str) -> dict[str, dict[str, int]]:
