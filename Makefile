@@ -5,12 +5,15 @@ VENV ?= .venv
 RUN = $(VENV)/bin/python
 STAMP = $(VENV)/.ready
 RAY = $(VENV)/.ray
+TARGETS_VENV ?= .venv-targets
+TARGETS_STAMP = $(TARGETS_VENV)/.ready
 
-.PHONY: help tune test lint types bench clean
+.PHONY: help tune test targets targets-setup lint types bench clean
 
 help:
 	@echo "make tune    tune a small transformer on this machine, show before and after"
 	@echo "make test    lint, types, and the whole test suite"
+	@echo "make targets compile the test kernels for TPU and CUDA, without such devices (700 MB)"
 	@echo "make bench   measure the overhead of a call beside plain jax.jit"
 	@echo "make clean   remove the environment and caches"
 
@@ -31,6 +34,20 @@ tune: $(STAMP)
 
 test: $(STAMP) $(RAY) lint types
 	$(RUN) -m pytest -n auto --dist loadfile
+
+# In an environment of its own: with these plugins installed, JAX looks for their devices.
+$(TARGETS_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(TARGETS_VENV)
+	$(TARGETS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --editable ".[test,tpu-aot,cuda-aot]"
+	@touch $@
+
+targets-setup: $(TARGETS_STAMP)
+
+targets: $(TARGETS_STAMP)
+	JAX_PLATFORMS=cpu $(TARGETS_VENV)/bin/python -c \
+	  "from ejkernel import targets; print(targets.available(ask=True))"
+	$(TARGETS_VENV)/bin/python -m pytest tests/targets
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -58,12 +58,17 @@ class Shipped:
                 self.troubles.append(Trouble(f"{source.path} ({source.origin})", str(error)))
 
     def find(self, key: tuple[str, str, str]) -> tuple[Entry, Source] | None:
-        """The entry of a key, and where it comes from."""
+        """The entry of a key, and where it comes from; one that was measured comes first."""
+        found = list(self.all_of(key))
+        measured = [pair for pair in found if not pair[0]["about"].get("estimated")]
+        return next(iter(measured or found), None)
+
+    def all_of(self, key: tuple[str, str, str]) -> Iterator[tuple[Entry, Source]]:
+        """The entries of a key in all bundles, in order."""
         for source, bundle in self.bundles:
             entry = bundle.get(key)
             if entry is not None:
-                return entry, source
-        return None
+                yield entry, source
 
     def of_operation(self, op_id: str, device: str) -> Iterator[Entry]:
         """All entries of an operation on a device."""

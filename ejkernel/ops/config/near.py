@@ -38,7 +38,8 @@ class NearTier:
         near = [
             (distance, str(entry["key"]), entry)
             for entry in self._entries(request)
-            if (distance := rule.distance(asked, entry["about"].get("call") or {})) is not None
+            if not entry["about"].get("estimated")
+            and (distance := rule.distance(asked, entry["about"].get("call") or {})) is not None
         ]
         reasons = []
         for _, _, entry in sorted(near, key=lambda item: item[:2]):

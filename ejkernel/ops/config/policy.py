@@ -26,6 +26,8 @@ class AutotunePolicy:
       validate_backward: tune forward plus backward, and compare gradients too.
       near_shapes: before the heuristics, use the config of the nearest tuned shape: True for every
         kernel, False for none, None for those that declare it (`Kernel.near_shapes`).
+      allow_estimates: before the heuristics, use the best of a bundle's candidates that were only
+        ranked by a compiler's figures (`ejkernel.targets.export`), never measured.
     """
 
     allow_autotune: bool = True
@@ -33,6 +35,7 @@ class AutotunePolicy:
     cache_miss_fallback: Fallback = "autotune"
     validate_backward: bool = False
     near_shapes: bool | None = None
+    allow_estimates: bool = False
 
     def __post_init__(self) -> None:
         if self.cache_miss_fallback not in ("autotune", "heuristics"):
@@ -40,7 +43,7 @@ class AutotunePolicy:
                 f"AutotunePolicy: cache_miss_fallback={self.cache_miss_fallback!r} is not known; "
                 'it is "autotune" or "heuristics"'
             )
-        for name in ("allow_autotune", "allow_heuristics", "validate_backward"):
+        for name in ("allow_autotune", "allow_heuristics", "validate_backward", "allow_estimates"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(
                     f"AutotunePolicy: {name}={getattr(self, name)!r} must be True or False"

@@ -20,6 +20,7 @@ from .freshness import State, can_be_continued, judge, made_by
 from .near import NearTier
 from .persistent import PersistentCache
 from .policy import AutotunePolicy, effective_policy, forward_autotune_only, policy_override
+from .ranked import EstimatedTier
 from .stored import BundleTier, PersistentTier, StoredTier
 from .tiers import (
     AutotuneTier,
@@ -61,11 +62,11 @@ def __getattr__(name: str) -> Any:
 
 
 class ConfigSelectorChain:
-    """Asks override, overlay, memory, persistent, bundle, autotune, near and heuristics, in order.
+    """Asks override, overlay, memory, persistent, bundle, autotune, near, estimated, heuristics.
 
-    The policy's `cache_miss_fallback` decides whether tuning comes before the last two or after
-    them. When no tier has a config, `choose` raises a `RuntimeError` that lists each tier with its
-    reason.
+    In this order; the policy's `cache_miss_fallback` decides whether tuning comes before the last
+    three or after them. When no tier has a config, `choose` raises a `RuntimeError` that lists each
+    tier with its reason.
 
     Args:
       cache: the memory cache (a new one by default).
@@ -123,7 +124,11 @@ class ConfigSelectorChain:
         ]
         self._written: list[Tier] = [OverrideTier(), OverlayTier()]  # what the program itself says
         self._autotune = AutotuneTier(self._tune, self._keep, forbid_reautotune)
-        self._defaults: list[Tier] = [NearTier(self.persistent), HeuristicsTier()]
+        self._defaults: list[Tier] = [
+            NearTier(self.persistent),
+            EstimatedTier(),
+            HeuristicsTier(),
+        ]
 
     @property
     def tuner(self) -> Tuner:
@@ -208,7 +213,7 @@ class ConfigSelectorChain:
                 return cfg
         cfg = self.cache.get(key)
         entry = None if cfg is not None or self.persistent is None else self.persistent.entry(key)
-        if entry is None or self.persistent is None:
+        if entry is None or self.persistent is None or entry["about"].get("estimated"):
             return cfg
         kernel = catalog.find(op_id)
         if kernel is not None and judge(entry["about"], kernel, key).state is State.STALE:

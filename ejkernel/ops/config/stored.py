@@ -37,6 +37,8 @@ class StoredTier:
         if isinstance(found, str):
             return found
         cfg, about, where = found
+        if about.get("estimated"):
+            return f"{where} has an estimate for this call, and nothing measured"
         freshness = judge(about, request.kernel, request.key)
         if freshness.state is State.STALE:
             return freshness.reason

@@ -34,7 +34,8 @@ def realistic_inputs(
     make_inputs = getattr(kernel, "make_inputs", None)
     if make_inputs is None:
         args, kwargs = random_like((inv.args, dict(inv.kwargs)), seed)
-        return _batched(args, inv, seed), kwargs
+        shapes = batched_shapes(args, inv)
+        return (args if shapes is args else tuple(random_like(shapes, seed))), kwargs
     made = make_inputs(inv, jax.random.key(seed))
     if not isinstance(made, tuple) or len(made) != 2:
         raise TypeError(
@@ -60,8 +61,11 @@ def random_like(tree: Any, seed: int = 0) -> Any:
     )
 
 
-def _batched(args: tuple[Any, ...], inv: Invocation[Any, Any], seed: int) -> tuple[Any, ...]:
-    """The arguments of a batched call: the invocation holds the shapes of one example."""
+def batched_shapes(args: tuple[Any, ...], inv: Invocation[Any, Any]) -> tuple[Any, ...]:
+    """The arguments of a batched call as shapes: the invocation holds those of one example.
+
+    Of a call that is not batched, the arguments themselves.
+    """
     batch = inv.batch_axes
     if not isinstance(batch, BatchAxes) or batch.transform != "vmap":
         return args
@@ -78,7 +82,7 @@ def _batched(args: tuple[Any, ...], inv: Invocation[Any, Any], seed: int) -> tup
         leaves, structure = jax.tree.flatten(arg)
         mapped = map(with_axis, leaves, axes_per_leaf(arg, axes))
         shapes.append(jax.tree.unflatten(structure, mapped))
-    return tuple(random_like(shapes, seed))
+    return tuple(shapes)
 
 
 def _random(like: Any, generator: np.random.Generator) -> Any:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .bench import BenchUnavailable
 from .worker import Blob, Channel, Disconnected, Header
@@ -20,8 +20,8 @@ START_SECONDS = 120.0  # importing JAX takes seconds, on a busy machine many
 _LONGEST_LOG = 1 << 20
 # As `python -m` would, but with this process' import path: it may have been extended by hand.
 _PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
-    "from ejkernel.ops.tuner.worker import main; main()"
+    "import importlib, json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "importlib.import_module(sys.argv.pop(1)).main()"
 )
 
 
@@ -38,9 +38,18 @@ class WorkerLost(Exception):
 
 
 class Process:
-    """One worker process."""
+    """One worker process.
 
-    def __init__(self) -> None:
+    Args:
+      module: its `main` serves; it finds the pipes' numbers on its command line.
+      environment: of the process, if not this one's.
+    """
+
+    def __init__(
+        self,
+        module: str = "ejkernel.ops.tuner.worker",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         if os.name != "posix" or not sys.executable:
             raise WorkerUnavailable("workers need POSIX pipes and a Python executable")
         self._log = _unnamed_file()
@@ -48,7 +57,8 @@ class Process:
         path = json.dumps([str(folder) for folder in sys.path])
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, path, str(requests[0]), str(replies[1])],
+                [sys.executable, "-c", _PROGRAM, path, module, str(requests[0]), str(replies[1])],
+                env=environment,
                 pass_fds=(requests[0], replies[1]),
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,

@@ -18,10 +18,12 @@ from ..core.invocation import BatchAxes, Invocation
 from ..core.kernel import Kernel
 from ..core.partition import Partition, split
 from ..utils.fingerprint import is_array
+from ..utils.stable import stable_json
 from .bench import CandidateError
 from .clock import typical
 from .inputs import needs_other_processes, outside_trace, random_like, realistic_inputs
 from .outcome import Outcome, TuningFailed, known_trials
+from .pruning import prune
 from .tuner import Tuner
 from .work import Work
 
@@ -70,6 +72,8 @@ def tune_invocation(
         with _blaming(name, "candidate_cfgs"):
             configs = kernel.candidates(inv) if candidates is None else candidates
         favourite = _favourite(kernel, inv)
+        pruned = prune(tuner, kernel, inv, configs, favourite)
+        configs = pruned.candidates
         with _blaming(name, "make_inputs"):
             args, kwargs = realistic_inputs(kernel, inv, getattr(tuner, "seed", 0))
         make_fn = function_maker(inv, kernel)
@@ -77,18 +81,19 @@ def tune_invocation(
         if reference is not None:
             reference = _mapped(reference, inv)
         measured = "forward"
-        notes: tuple[str, ...] = ()
+        notes = pruned.notes
         if backward:
             cotangents = _random_cotangents([reference, *map(make_fn, configs)], args, kwargs)
             if isinstance(cotangents, str):
-                notes = (f"timed forward only: {cotangents}",)
+                notes += (f"timed forward only: {cotangents}",)
             else:
                 measured = "forward and backward"
                 args = (cotangents, *args)
                 make_fn, forward = (lambda cfg: with_gradients(forward(cfg))), make_fn
                 reference = reference and with_gradients(reference)
         if type(tuner).autotune is not Tuner.autotune:
-            return _users_choice(tuner, kernel, name, favourite, make_fn, args, kwargs, configs)
+            left = [cfg for cfg in configs if stable_json(cfg) not in pruned.trials]
+            return _users_choice(tuner, kernel, name, favourite, make_fn, args, kwargs, left)
         not_supported = getattr(kernel, "not_supported", None)
         return tuner.tune(
             Work(
@@ -100,7 +105,7 @@ def tune_invocation(
                 reference=reference,
                 favourite=favourite,
                 reasons_against=not_supported and (lambda cfg: not_supported(cfg, inv)),
-                known=known_trials(configs, stored),
+                known={**pruned.trials, **known_trials(configs, stored)},
                 guard=_crash_guard(tuner, inv),
                 measured=measured,
                 notes=notes,

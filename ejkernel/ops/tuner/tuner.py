@@ -18,6 +18,7 @@ from .effort import Budget, Effort, effort_of
 from .inputs import outside_trace, random_like
 from .outcome import Outcome, TuningFailed
 from .progress import Progress
+from .pruning import Pruner
 from .run import Run
 from .work import Work
 
@@ -40,6 +41,9 @@ class Tuner:
       isolation: `"process"` compiles and runs candidates in a worker process that may be killed.
       clock: `"device"` ranks by the time that the profiler says the device worked, where it says
         that; `"wall"` by the time that passed; `"auto"` by the device's on GPU and TPU.
+      prune: what to leave out before anything is measured: a function
+        `(kernel, inv, candidates) -> Pruned` such as `ejkernel.targets.StaticPruner()`; None: what
+        a bundle of ranked candidates says, if there is one for the call; False: nothing.
       progress: show a progress bar; None: in a terminal only.
       on_step: called as `on_step(step, name=, **data)` at each step of a run; `step` is `"build"`
         (`candidates`), `"candidate"` (`cfg`, `verdict`, `reason`), `"race"` (`candidates`,
@@ -63,6 +67,7 @@ class Tuner:
         strategy: Any = "auto",
         isolation: Isolation = "none",
         clock: Clock = "auto",
+        prune: Pruner | Literal[False] | None = None,
         progress: bool | None = None,
         on_step: Callable[..., None] | None = None,
         seed: int = 0,
@@ -78,6 +83,11 @@ class Tuner:
             raise ValueError(f"Tuner: isolation={isolation!r} must be 'none' or 'process'")
         if clock not in ("auto", "device", "wall"):
             raise ValueError(f"Tuner: clock={clock!r} must be 'auto', 'device' or 'wall'")
+        if prune not in (None, False) and not callable(prune):
+            raise TypeError(
+                f"Tuner: prune={prune!r} must be a function of kernel, inv and candidates, None or "
+                "False"
+            )
         Budget(seconds, evaluations)  # refuse a budget of nothing here, where the caller sees it
         self.warmup = warmup
         self.iters = iters
@@ -86,6 +96,7 @@ class Tuner:
         self.strategy = strategy
         self.isolation = isolation
         self.clock: Clock = clock
+        self.prune = prune
         self.progress = progress
         self.on_step = on_step
         self.seed = seed

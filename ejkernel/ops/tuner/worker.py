@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -306,9 +306,16 @@ def _exit_when_closed(reading: int) -> None:
     os._exit(0)
 
 
-def serve(channel: Channel) -> None:
+class Answering(Protocol):
+    """What a worker process does with a request."""
+
+    def answer(self, header: Header, blobs: list[bytearray]) -> tuple[Header, list[bytes]]:
+        """The answer; an exception is told to the parent."""
+        ...
+
+
+def serve(channel: Channel, worker: Answering) -> None:
     """Answer requests until the parent is gone."""
-    worker = _Worker()
     while True:
         header, blobs = channel.receive()
         # From here on the request is to blame for what happens to this process.
@@ -322,15 +329,20 @@ def serve(channel: Channel) -> None:
         channel.send(answer, attached)
 
 
-def main() -> None:
+def serve_parent(worker: Answering) -> None:
     """Serve the parent whose pipes are named on the command line."""
     reading, writing = map(int, sys.argv[1:3])
     os.dup2(2, 1)  # stray output has nowhere to do harm: the pipes are not standard ones
     threading.Thread(target=_exit_when_closed, args=(reading,), daemon=True).start()
     try:
-        serve(Channel(reading, writing))
+        serve(Channel(reading, writing), worker)
     except Disconnected:
         os._exit(0)  # at once: nothing here is worth an orderly end
+
+
+def main() -> None:
+    """Run and time candidates for the parent."""
+    serve_parent(_Worker())
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +64,15 @@ def is_set(name: str) -> bool:
 def preset(name: str, value: str) -> None:
     """Set a variable of another program that is started from here, unless the user has set it."""
     os.environ.setdefault(name, value)
+
+
+def for_child(changes: Mapping[str, str], programs: str = "") -> dict[str, str]:
+    """The environment of a process that is started from here: this one's, with these changes.
+
+    `programs` is a folder where it looks for programs before all others.
+    """
+    path = os.pathsep.join(filter(None, (programs, os.environ.get("PATH", os.defpath))))
+    return {**os.environ, "PATH": path, **changes}
 
 
 CACHE_DIR = Variable(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import os
 import platform
@@ -22,11 +24,38 @@ _GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 # --- devices -------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class StandIn:
+    """A device that is not here, as far as choosing methods, configs and keys goes.
+
+    Attributes are those of a `jax.Device`: `platform` is `"tpu"`, `"gpu"` or `"cpu"`.
+    """
+
+    platform: str
+    device_kind: str
+    compute_capability: str | None = None
+    core_count: int | None = None
+
+
+# A user context is part of every jit key: what is traced for a device that is not here is never
+# served to programs of the one that is. Created once, at import, as JAX wants it.
+_stand_in = jax.make_user_context(None)
+
+
+def as_if_on(device: StandIn) -> contextlib.AbstractContextManager[Any]:
+    """While active in this thread, calls are traced, keyed and named as they would be there."""
+    return _stand_in(device)  # type: ignore[no-any-return]
+
+
 def current_device() -> Any:
     """The device that uncommitted work runs on: `jax.default_device` if set, else the first one.
 
-    The first of this process, that is: of another process's device nothing can be asked.
+    The first of this process, that is: of another process's device nothing can be asked. Inside
+    `as_if_on` it is the stand-in.
     """
+    pretended = _stand_in.value
+    if pretended is not None:
+        return pretended
     chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
     if chosen is None:
         return jax.local_devices()[0]

@@ -1,0 +1,280 @@
+"""Compilers in processes of their own: one pool per platform, limits, and a cache on disk."""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+import queue
+import secrets
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+
+from ..ops.tuner.process import START_SECONDS, Process, WorkerLost, WorkerUnavailable
+from ..ops.tuner.worker import Header
+from ..ops.utils import environment
+from ..ops.utils.stable import short_hash
+from .catalog import Target, TargetError
+from .figures import find_ptxas
+from .lowering import Program
+
+FORMAT = 1  # of what a worker answers: raise it when a figure is read differently
+_MODULE = "ejkernel.targets.worker"
+_PACKAGES = {
+    "tpu": ("libtpu",),
+    "cuda": ("jax-cuda13-plugin", "jax-cuda13-pjrt"),
+    "cpu": (),
+}
+EXTRAS = {"tpu": "ejkernel[tpu-aot]", "cuda": "ejkernel[cuda-aot]"}
+
+
+# --- what is installed ---------------------------------------------------------------------------
+
+
+def compiler_versions(platform: str) -> dict[str, str]:
+    """The versions of everything that compiles for a platform; "" for what is not installed."""
+    return {name: _version(name) for name in ("jax", "jaxlib", *_PACKAGES[platform])}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def missing(platform: str) -> str:
+    """What to install before anything can be compiled for a platform; "" if all is there."""
+    lacking = [name for name in _PACKAGES[platform] if not _version(name)]
+    if lacking:
+        return f"install {EXTRAS[platform]} ({' and '.join(lacking)})"
+    if platform == "cuda" and find_ptxas() is None:
+        return "put a CUDA 13 `ptxas` on the PATH (CUDA toolkit), or install nvidia-cuda-nvcc"
+    return ""
+
+
+def require(target: Target) -> None:
+    """Raise a `TargetError` that says what to install, unless the target can be used."""
+    lacking = missing(target.platform)
+    if lacking:
+        raise TargetError(f"target {target.name} cannot be used here: {lacking}")
+
+
+# --- workers -------------------------------------------------------------------------------------
+
+
+class _Worker:
+    """One worker process of a platform, started when needed, and its folder for dumps."""
+
+    def __init__(self, platform: str) -> None:
+        self._platform = platform
+        self._process: Process | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def ask(self, header: Header, blobs: Sequence[bytes], seconds: float, doing: str) -> Header:
+        process = self._running()
+        assert self._folder is not None
+        dump = "" if self._platform == "cpu" else self._folder.name
+        answer, _ = process.ask({**header, "dump": dump}, blobs, seconds, doing)
+        return answer
+
+    def _running(self) -> Process:
+        if self._process is None or not self._process.alive():
+            self.stop()
+            self._folder = tempfile.TemporaryDirectory(prefix="ejkernel-targets-")
+            settings = _environment(self._platform, self._folder.name)
+            programs = os.path.dirname(find_ptxas() or "") if self._platform == "cuda" else ""
+            self._process = Process(_MODULE, environment.for_child(settings, programs))
+        return self._process
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+def _environment(platform: str, dump: str) -> dict[str, str]:
+    """What a platform's compiler wants to find in its environment."""
+    settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_ENABLE_COMPILATION_CACHE": "0"}
+    if platform == "tpu":
+        settings |= {
+            "TPU_SKIP_MDS_QUERY": "1",  # else it waits for a metadata server
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nothing here opens a device
+            "LIBTPU_INIT_ARGS": (
+                f"--xla_jf_dump_to={dump} "
+                "--xla_jf_dump_llo_pass_label_regex=.*final_(bundles|hlo).*"
+            ),
+        }
+    elif platform == "cuda":
+        # Nothing can be timed without a device, so XLA must not try to tune.
+        settings["XLA_FLAGS"] = (
+            f"--xla_dump_to={dump} --xla_dump_emitter_re=ptx --xla_gpu_autotune_level=0"
+        )
+    return settings
+
+
+class _Pool:
+    """The workers of one platform: at most as many as were ever asked for at once."""
+
+    def __init__(self, platform: str) -> None:
+        self._platform = platform
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._all: list[_Worker] = []
+
+    @contextlib.contextmanager
+    def worker(self) -> Iterator[_Worker]:
+        try:
+            worker = self._idle.get_nowait()
+        except queue.Empty:
+            worker = _Worker(self._platform)
+            self._all.append(worker)
+        try:
+            yield worker
+        finally:
+            self._idle.put(worker)
+
+    def stop(self) -> None:
+        for worker in self._all:
+            worker.stop()
+
+
+_pools: dict[str, _Pool] = {}
+_lock = threading.Lock()
+
+
+def _pool(platform: str) -> _Pool:
+    with _lock:
+        return _pools.setdefault(platform, _Pool(platform))
+
+
+def stop_workers() -> None:
+    """End all compiling processes; the next request starts others."""
+    with _lock:
+        for pool in _pools.values():
+            pool.stop()
+        _pools.clear()
+
+
+def _forget_in_fork() -> None:
+    """A forked child must not talk through its parent's pipes."""
+    global _lock
+    _lock = threading.Lock()
+    _pools.clear()
+
+
+atexit.register(stop_workers)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_fork)
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+def probe(target: Target) -> str:
+    """Why a target's compiler does not work here though it is installed; "" if it does."""
+    with _pool(target.platform).worker() as worker:
+        try:
+            header = {"do": "probe", "target": dataclasses.asdict(target)}
+            answer = worker.ask(header, (), START_SECONDS, "starting")
+        except (WorkerLost, WorkerUnavailable) as error:
+            return str(error)
+    return _why_unusable(target, answer) or ""
+
+
+def compile_all(
+    target: Target, programs: Sequence[Program], *, seconds: float, jobs: int
+) -> list[Header]:
+    """What the target's compiler says about each program, in their order.
+
+    An answer has `refused` (the compiler's full text) or figures; `seconds` is compile time.
+    Answers are kept on disk, by program, target and compiler version.
+    """
+    answers = [_recall(target, program) for program in programs]
+    open_ones = [i for i, answer in enumerate(answers) if answer is None]
+    if open_ones:
+        require(target)
+        with concurrent.futures.ThreadPoolExecutor(min(jobs, len(open_ones))) as threads:
+            done = threads.map(lambda i: _compile(target, programs[i], seconds), open_ones)
+            for i, answer in zip(open_ones, done, strict=True):
+                answers[i] = answer
+    return [answer for answer in answers if answer is not None]
+
+
+def _compile(target: Target, program: Program, seconds: float) -> Header:
+    header = {"do": "compile", "target": dataclasses.asdict(target), **program.header}
+    with _pool(target.platform).worker() as worker:
+        try:
+            answer = worker.ask(header, [program.module], seconds, "compiling")
+        except WorkerLost as lost:
+            if not lost.started:
+                raise TargetError(
+                    f"target {target.name}: no compiler could be had: {lost}"
+                ) from lost
+            # A crash or a hang of the compiler is the program's fault, and is not kept: the limit
+            # may be another one next time.
+            return {"refused": f"the compiler did not survive it: {lost}", "seconds": None}
+    reason = _why_unusable(target, answer)
+    if reason is not None:
+        raise TargetError(reason)
+    if "error" in answer:
+        return {"refused": answer["error"], "seconds": None}
+    _remember(target, program, answer)
+    return answer
+
+
+def _why_unusable(target: Target, answer: Header) -> str | None:
+    reason = answer.get("unusable") or answer.get("error")
+    if reason is None or ("unusable" not in answer and "version" not in answer):
+        return None
+    if target.platform == "tpu" and ("Invalid TPU" in reason or "topology" in reason.lower()):
+        version = _version("libtpu")
+        return (
+            f"target {target.name}: the installed libtpu {version} does not know the topology "
+            f"{target.topology!r} ({reason}); install the libtpu that belongs to a newer JAX"
+        )
+    return f"target {target.name}: its compiler cannot be started: {reason}"
+
+
+# --- the cache -----------------------------------------------------------------------------------
+
+
+def _file(target: Target, program: Program) -> pathlib.Path:
+    key = short_hash(
+        {
+            "format": FORMAT,
+            "target": dataclasses.asdict(target),
+            "versions": compiler_versions(target.platform),
+            "ptxas": find_ptxas() if target.platform == "cuda" else None,
+            "program": program.fingerprint,
+        },
+        digits=32,
+    )
+    folder = pathlib.Path(environment.CACHE_DIR.read()).expanduser() / "targets"
+    return folder / target.name / f"{key}.json"
+
+
+def _recall(target: Target, program: Program) -> Header | None:
+    try:
+        found = json.loads(_file(target, program).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # not there, or damaged: compiled again
+    return {**found, "cached": True} if isinstance(found, dict) else None
+
+
+def _remember(target: Target, program: Program, answer: Header) -> None:
+    file = _file(target, program)
+    temporary = file.with_name(f".{file.name}-{secrets.token_hex(6)}.tmp")
+    kept = {name: value for name, value in answer.items() if name != "blobs"}
+    with contextlib.suppress(OSError):  # no room, no right: then it is compiled again next time
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(kept), encoding="utf-8")
+        os.replace(temporary, file)

@@ -1,0 +1,335 @@
+"""From a kernel and a config to the program that a target's compiler is given.
+
+It happens in the caller's process, where the kernel lives: plain JAX lowers for any platform. What
+travels to the compiler is the StableHLO module; what the jaxpr says about launches, loops, flops
+and bytes is read here, because no compiler tells it for a Pallas kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import math
+import threading
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+from ..ops.core.dispatch import defined_methods, find_method, suffix_order
+from ..ops.core.kernel import Kernel
+from ..ops.core.partition import split
+from ..ops.tuner.inputs import batched_shapes, outside_trace
+from ..ops.tuner.session import function_maker
+from ..ops.tuner.worker import ANY_CUSTOM_CALL, Header
+from ..ops.utils.fingerprint import as_if_on
+from ..ops.utils.serialize import dtype_name
+from .catalog import Target, TargetError
+from .traffic import traffic_of
+
+if TYPE_CHECKING:
+    from ..ops.core.invocation import Invocation
+
+UNKNOWN = 0
+"""The trip count of a loop that the program computes while it runs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trips:
+    """A loop of a kernel's source: how often it runs (`UNKNOWN`: it depends), and those inside."""
+
+    count: int
+    inner: tuple[Trips, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One `pallas_call` of a program.
+
+    Attributes:
+      name: of the kernel.
+      steps: points of its grid; None if the grid depends on run-time values.
+      times: how often the program launches it; None if that depends on run-time values.
+      loops: the loops of its body.
+      moved: bytes of blocks that are copied in and out over the grid; None if that cannot be told.
+      loaded: bytes of the blocks of all steps, whether they are the same as before or not.
+      unique: bytes of the arrays that the blocks are of.
+    """
+
+    name: str
+    steps: int | None
+    times: int | None
+    loops: tuple[Trips, ...]
+    moved: int | None = None
+    loaded: int | None = None
+    unique: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A lowered program.
+
+    Attributes:
+      module: StableHLO, serialised.
+      header: how to call it: inputs, outputs, kept inputs.
+      launches: its Pallas kernels, in program order.
+      flops: floating-point operations of the program as written, matrix products counted as two
+        per multiply-add; loops of unknown length are counted once.
+      bytes: what has to move at least: inputs and outputs, or the blocks of Pallas kernels.
+      touched: bytes that each operation as written reads and writes, as if nothing were fused.
+      dynamic: some loop outside of kernels runs an unknown number of times.
+    """
+
+    module: bytes
+    header: Header
+    launches: tuple[Launch, ...]
+    flops: int
+    bytes: int
+    touched: int
+    dynamic: bool = False
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal programs."""
+        digest = hashlib.blake2b(self.module, digest_size=16)
+        digest.update(repr(self.header).encode())
+        return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def standing_on(target: Target) -> Iterator[None]:
+    """While active, kernels choose methods, configs and keys as they would on the target.
+
+    JAX is told too, by an abstract device: Pallas asks it what a GPU can do, and kernels may ask it
+    (`pltpu.get_tpu_info()`).
+    """
+    device = target.device
+    if device is None:
+        yield
+        return
+    abstract = jax.sharding.AbstractDevice(
+        device_kind=device.device_kind,
+        num_cores=device.core_count or 1,
+        platform=device.platform,
+    )
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=abstract)
+    with as_if_on(device), jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
+def require_implementation(kernel: Kernel[Any, Any], target: Target) -> None:
+    """Raise a `TargetError` unless some `run_*` of the kernel can serve the target."""
+    if find_method(kernel, "run", target.device_kind, Kernel) is None:
+        have = ", ".join(defined_methods(type(kernel), "run", Kernel))
+        wanted = [
+            f"run_{suffix}" if suffix else "run" for suffix in suffix_order(target.device_kind)
+        ]
+        raise TargetError(
+            f"kernel {kernel.full_op_id} has no implementation for {target.name}: it has {have}; "
+            f"add one of {', '.join(wanted)}"
+        )
+
+
+def lower(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], cfg: Any, target: Target) -> Program:
+    """The program of a call with a config, for a target. Raises whatever lowering raises."""
+    inv = dataclasses.replace(inv.abstract(), kernel=kernel)
+    arrays, rest = split((batched_shapes(inv.args, inv), dict(inv.kwargs)))
+    if any(jnp.issubdtype(array.dtype, jax.dtypes.extended) for array in arrays):
+        raise TargetError(
+            f"{kernel.full_op_id}: key arrays cannot be sent to a compiler; give key data instead"
+        )
+    function = function_maker(inv, kernel)(cfg)
+
+    def program(arrays: list[Any]) -> Any:
+        args, kwargs = rest.merge(arrays)
+        return jax.tree.leaves(function(*args, **kwargs))
+
+    with outside_trace():
+        with standing_on(target):
+            jitted = jax.jit(program)
+            traced = jitted.trace(arrays).jaxpr
+            exporting = export.export(
+                jitted, platforms=[target.platform], disabled_checks=ANY_CUSTOM_CALL
+            )
+            with _no_locations():
+                exported = exporting(arrays)
+        jaxpr = getattr(traced, "jaxpr", traced)
+        launches = tuple(_launches(jaxpr, 1))
+    moved = [launch.moved for launch in launches]
+    known = [size for size in moved if size is not None]
+    edges = sum(map(_bytes, (*exported.in_avals, *exported.out_avals)))
+    return Program(
+        module=bytes(exported.mlir_module_serialized),
+        header={
+            "inputs": [_plain(aval) for aval in exported.in_avals],
+            "outputs": [_plain(aval) for aval in exported.out_avals],
+            "kept": list(exported.module_kept_var_idx),
+        },
+        launches=launches,
+        flops=_flops(jaxpr),
+        touched=_touched(jaxpr),
+        dynamic=_has_unknown(_loops(jaxpr)),
+        bytes=max(edges, sum(known)) if launches and len(known) == len(moved) else edges,
+    )
+
+
+_locations = threading.Lock()
+
+
+@contextlib.contextmanager
+def _no_locations() -> Iterator[None]:
+    """Programs without the lines they come from, which differ with whoever asks for the check.
+
+    Pallas writes them into the kernel's bytecode, where nothing can take them out again. The
+    setting is the process's; what another thread lowers meanwhile lacks its locations too, and
+    nothing else.
+    """
+    name = "jax_traceback_in_locations_limit"
+    with _locations:
+        before = getattr(jax.config, name)
+        jax.config.update(name, 0)
+        try:
+            yield
+        finally:
+            jax.config.update(name, before)
+
+
+def _plain(aval: Any) -> list[Any]:
+    return [dtype_name(aval.dtype), list(aval.shape), bool(getattr(aval, "weak_type", False))]
+
+
+def _bytes(aval: Any) -> int:
+    return int(math.prod(aval.shape) * np.dtype(aval.dtype).itemsize)
+
+
+# --- what a jaxpr says ---------------------------------------------------------------------------
+
+
+def _inside(eqn: Any) -> list[Any]:
+    """The jaxprs that an equation holds."""
+    held = jax.tree.leaves(
+        list(eqn.params.values()),
+        is_leaf=lambda leaf: hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr"),
+    )
+    return [
+        getattr(leaf, "jaxpr", leaf)
+        for leaf in held
+        if hasattr(leaf, "eqns") or hasattr(getattr(leaf, "jaxpr", None), "eqns")
+    ]
+
+
+def _launches(jaxpr: Any, times: int | None) -> Iterator[Launch]:
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name == "pallas_call":
+            grid = eqn.params["grid_mapping"].grid
+            static = all(isinstance(size, int) for size in grid)
+            traffic = traffic_of(eqn.params["grid_mapping"]) if static else None
+            yield Launch(
+                _kernel_name(eqn.params),
+                math.prod(grid) if static else None,
+                times,
+                tuple(_loops(eqn.params["jaxpr"])),
+                **(dataclasses.asdict(traffic) if traffic is not None else {}),
+            )
+            continue
+        inner = times
+        if name == "scan" and times is not None:
+            inner = times * int(eqn.params["length"])
+        elif name in ("while", "cond"):
+            inner = None
+        for held in _inside(eqn):
+            yield from _launches(held, inner)
+
+
+def _kernel_name(params: Any) -> str:
+    named = params.get("name") or getattr(params.get("name_and_src_info"), "name", None)
+    return str(named or "kernel")
+
+
+def _loops(jaxpr: Any) -> Iterator[Trips]:
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        inner = tuple(trips for held in _inside(eqn) for trips in _loops(held))
+        if name == "scan":
+            unroll = int(eqn.params.get("unroll", 1))
+            trips = max(1, int(eqn.params["length"]) // max(1, unroll))
+            yield from inner if trips == 1 else (Trips(trips, inner),)
+        elif name == "while":
+            yield Trips(UNKNOWN, inner)
+        else:
+            yield from inner
+
+
+def _has_unknown(loops: Iterable[Trips]) -> bool:
+    return any(trips.count == UNKNOWN or _has_unknown(trips.inner) for trips in loops)
+
+
+def _flops(jaxpr: Any) -> int:
+    return sum(_flops_of(eqn) for eqn in jaxpr.eqns)
+
+
+def _flops_of(eqn: Any) -> int:
+    name = eqn.primitive.name
+    inside = [_flops(held) for held in _inside(eqn)]
+    if name == "scan":
+        return int(eqn.params["length"]) * sum(inside)
+    if name == "pallas_call":
+        grid = eqn.params["grid_mapping"].grid
+        steps = math.prod(size for size in grid if isinstance(size, int))
+        return steps * _flops(eqn.params["jaxpr"])
+    if name == "cond":
+        return max(inside, default=0)
+    if inside:
+        return sum(inside)
+    if name == "dot_general":
+        (contracting, _), _ = eqn.params["dimension_numbers"]
+        left = eqn.invars[0].aval.shape
+        return 2 * _size(eqn.outvars[0]) * int(math.prod(left[axis] for axis in contracting))
+    if name.startswith("reduce_") or name in ("argmax", "argmin"):
+        return _size(eqn.invars[0])
+    return _size(eqn.outvars[0]) if _is_arithmetic(eqn) else 0
+
+
+def _touched(jaxpr: Any) -> int:
+    total = 0
+    for eqn in jaxpr.eqns:
+        inside = sum(map(_touched, _inside(eqn)))
+        if eqn.primitive.name == "scan":
+            total += int(eqn.params["length"]) * inside
+        elif inside:
+            total += inside
+        elif eqn.primitive.name not in _VIEWS:
+            total += sum(_var_bytes(var) for var in (*eqn.invars, *eqn.outvars))
+    return total
+
+
+def _var_bytes(var: Any) -> int:
+    aval = getattr(var, "aval", None)
+    return _bytes(aval) if hasattr(getattr(aval, "dtype", None), "itemsize") else 0
+
+
+_VIEWS = frozenset(("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "stop_gradient"))
+_FREE: frozenset[str] = frozenset(
+    (
+        "broadcast_in_dim", "reshape", "transpose", "slice", "dynamic_slice", "concatenate", "copy",
+        "convert_element_type", "squeeze", "get", "swap", "masked_load", "masked_swap", "iota",
+        "dynamic_update_slice", "gather", "scatter", "select_n", "pad", "rev", "program_id",
+        "stop_gradient", "copy_p", "bitcast_convert_type", "expand_dims", "optimization_barrier",
+    )
+)  # fmt: skip
+
+
+def _is_arithmetic(eqn: Any) -> bool:
+    if eqn.primitive.name in _FREE or not eqn.outvars:
+        return False
+    dtype = getattr(eqn.outvars[0].aval, "dtype", None)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def _size(var: Any) -> int:
+    return int(math.prod(getattr(var.aval, "shape", ())))
