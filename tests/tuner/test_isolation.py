@@ -323,6 +323,39 @@ def test_two_threads_take_turns():
     assert failures == []
 
 
+def slow_to_compile(x):
+    for number in range(400):
+        x = jnp.sin(x @ x + number)
+    return x
+
+
+def test_a_crash_while_another_compiles_is_blamed_on_the_right_one(bench):
+    """The first time it is not clear who it was; the second time it is alone."""
+    crashing = built(bench, crash)
+    compiled = []
+    thread = threading.Thread(target=lambda: compiled.append(built(bench, slow_to_compile)))
+    thread.start()
+    while not process.SHARED.compiling:
+        time.sleep(0.001)
+    with pytest.raises(CandidateDied, match="SIG"):
+        bench.run(crashing)
+    thread.join()
+    [innocent] = compiled
+    bench.run(innocent)
+    assert bench.compare(innocent, innocent) is None
+    assert not process.SHARED.one_at_a_time
+    assert process.SHARED.compiling == set()
+
+
+def test_what_compiles_too_long_is_ended_and_stays_dead(bench):
+    with WorkerBench([X], compile_seconds=0.2) as hasty:
+        lowered = hasty.lower(slow_to_compile)
+        for _ in range(2):
+            with pytest.raises(CandidateDied, match=r"still compiling after 0.2 s"):
+                hasty.compile(lowered)
+    assert bench.compare(*[ran(bench, double)] * 2) is None
+
+
 # --- whole programs ------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import re
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar
@@ -29,6 +30,7 @@ from .worker import ANY_CUSTOM_CALL, Blob, Header, describe, raw
 
 T = TypeVar("T")
 
+_POLL_SECONDS = 0.004
 _ATTEMPTS = 3  # of a request, if workers end for other reasons
 CARRIED_SETTINGS = (
     "jax_platforms",  # first: it counts until a device is asked for
@@ -85,13 +87,15 @@ class _Program:
 class WorkerHandle:
     """A program compiled in the worker.
 
-    The `_in` fields say which worker, by its generation, holds the executable, holds an output and
-    knows how long a sample is.
+    The `_in` fields say which worker, by its generation, began to compile it, holds the executable,
+    holds an output and knows how long a sample is.
     """
 
     number: int
     lowered: Lowered
     executable: bytes | None = None
+    begun_in: int = 0
+    begun_at: float = 0.0
     loaded_in: int = 0
     output_in: int = 0
     warm_in: int = 0
@@ -103,9 +107,9 @@ class WorkerBench:
     """Runs candidates in a worker process: the `Bench` that survives them.
 
     All benches of this process share one worker, which takes one request at a time, so that
-    nothing else runs on its device while it measures. Any method may raise `CandidateError` (the
-    candidate failed), `CandidateDied` (and took the worker with it; it stays dead) or
-    `WorkerUnavailable` (nobody's fault).
+    nothing else runs on its device while it measures; only compiling goes on beside that. Any
+    method may raise `CandidateError` (the candidate failed), `CandidateDied` (and took the worker
+    with it; it stays dead) or `WorkerUnavailable` (nobody's fault).
 
     Args:
       arrays: the inputs, in the order in which functions take them; all on one device.
@@ -191,7 +195,8 @@ class WorkerBench:
 
     def compile(self, lowered: Lowered) -> WorkerHandle:
         handle = WorkerHandle(next(_NUMBERS), lowered)
-        self._steadily(handle, lambda: self._compile(handle))
+        while not self._steadily(handle, lambda: self._is_compiled(handle)):
+            time.sleep(_POLL_SECONDS)  # others have their turn
         weakref.finalize(handle, SHARED.garbage.append, ("handle", self._number, handle.number))
         return handle
 
@@ -262,6 +267,39 @@ class WorkerBench:
         answer = self._ask(handle, "compile", "compiling", seconds, blobs, **program.header)
         handle.executable = bytes(answer["attached"][0]) if answer["attached"] else None
         handle.loaded_in = SHARED.generation
+
+    def _is_compiled(self, handle: WorkerHandle) -> bool:
+        """Begin compiling, or see whether that is done: several compile beside each other."""
+        if SHARED.one_at_a_time:
+            self._compile(handle)
+            return True
+        program = handle.lowered.program
+        if handle.begun_in != SHARED.generation:
+            handle.begun_in, handle.begun_at = SHARED.generation, time.monotonic()
+            SHARED.compiling.add(handle.number)
+            self._ask(handle, "begin", "compiling", None, [program.module], **program.header)
+            return False
+        try:
+            answer = self._ask(handle, "compiled", "compiling")
+        except CandidateError:
+            SHARED.compiling.discard(handle.number)
+            raise
+        if not answer["done"]:
+            self._end_if_it_compiles_too_long(handle)
+            return False
+        SHARED.compiling.discard(handle.number)
+        handle.executable = bytes(answer["attached"][0]) if answer["attached"] else None
+        handle.loaded_in = SHARED.generation
+        return True
+
+    def _end_if_it_compiles_too_long(self, handle: WorkerHandle) -> None:
+        """With the worker: compiling cannot be ended otherwise. Others begin again in a new one."""
+        if time.monotonic() - handle.begun_at <= self._compile_seconds:
+            return
+        SHARED.stop()
+        how = f"still compiling after {self._compile_seconds:g} s; the worker was killed"
+        self._dead[handle.lowered.fingerprint] = how
+        raise CandidateDied(how)
 
     def _load(self, handle: WorkerHandle) -> None:
         """Have the executable in the worker, from an earlier worker's if possible."""
@@ -348,7 +386,13 @@ class WorkerBench:
         except WorkerLost as lost:
             if not lost.started:
                 raise
+            if SHARED.compiling - {handle.number} and not lost.too_long:
+                # It may have been one of those that compiled meanwhile. From now on one request
+                # follows the other: whoever it was, the next time it will be alone.
+                SHARED.one_at_a_time = True
+                raise
             self._dead[handle.lowered.fingerprint] = str(lost)
+            SHARED.one_at_a_time = False  # the culprit is found
             raise CandidateDied(str(lost)) from None
         if "error" in answer:
             raise CandidateError(answer["error"])

@@ -30,11 +30,15 @@ class WorkerUnavailable(BenchUnavailable):
 
 
 class WorkerLost(Exception):
-    """The worker ended; `started` says whether it had begun with the request."""
+    """The worker ended; `started` says whether it had begun with the request.
 
-    def __init__(self, how: str, started: bool) -> None:
+    `too_long` says that it was ended because of that very request.
+    """
+
+    def __init__(self, how: str, started: bool, too_long: bool = False) -> None:
         super().__init__(how)
         self.started = started
+        self.too_long = too_long
 
 
 class Process:
@@ -102,7 +106,7 @@ class Process:
                 how = f"still {doing} after {seconds:g} s; the worker was killed"
             else:
                 how = f"the worker did not respond for {START_SECONDS:g} s and was killed"
-            raise WorkerLost(how, started) from None
+            raise WorkerLost(how, started, too_long=started) from None
 
     def alive(self) -> bool:
         """Is it still there?"""
@@ -160,6 +164,8 @@ class Shared:
         # a finalizer, which may run anywhere, only has to append.
         self.garbage: list[tuple[str, int, int]] = []
         self.process: Process | None = None
+        self.compiling: set[int] = set()  # handles that are compiled beside other requests
+        self.one_at_a_time = False  # once a worker ended and it was not clear who was to blame
         self._settings: Header | None = None
 
     def ensure(self, settings: Header) -> None:
@@ -168,6 +174,7 @@ class Shared:
             self.stop()
             self.process = Process()
             self.generation += 1
+            self.compiling.clear()
             self._settings = None
         if self._settings != settings:
             answer, _ = self.ask({"do": "configure", **settings}, (), START_SECONDS, "starting")

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import jax
@@ -27,6 +28,8 @@ from jax.experimental import serialize_executable
 from ..utils.serialize import dtype_name
 from .bench import CandidateError, Clock, LocalBench, LocalHandle, Lowered
 from .judge import differs
+
+MOST_COMPILERS = 8  # programs that are compiled at the same time
 
 Header = dict[str, Any]
 Blob = bytes | bytearray | memoryview
@@ -187,6 +190,7 @@ class _Bench:
         self.device = device
         self.local = LocalBench(self.arrays, clock=clock)
         self.handles: dict[int, LocalHandle] = {}
+        self.compiling: dict[int, Future[LocalHandle]] = {}
         self._like: dict[str, export.Exported] = {}
 
     def program(self, header: Header, module: bytes) -> _Program:
@@ -210,6 +214,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self._benches: dict[int, _Bench] = {}
+        self._compilers = ThreadPoolExecutor(MOST_COMPILERS)
 
     def answer(self, header: Header, blobs: list[bytearray]) -> tuple[Header, list[bytes]]:
         for what, bench, handle in header["garbage"]:
@@ -248,6 +253,25 @@ class _Worker:
         handle = bench.local.compile(program.lowered(bench.arrays))
         bench.handles[header["handle"]] = handle
         return {}, _payload(handle.compiled)
+
+    def do_begin(self, header: Header, blobs: list[bytearray]) -> tuple[Header, list[bytes]]:
+        """Compile beside what else is asked for; `compiled` is asked when it is done."""
+        bench = self._benches[header["bench"]]
+        program = bench.program(header, bytes(blobs[0]))
+
+        def compiled() -> LocalHandle:
+            return bench.local.compile(program.lowered(bench.arrays))
+
+        bench.compiling[header["handle"]] = self._compilers.submit(compiled)
+        return {}, []
+
+    def do_compiled(self, header: Header, blobs: list[bytearray]) -> tuple[Header, list[bytes]]:
+        bench = self._benches[header["bench"]]
+        if not bench.compiling[header["handle"]].done():
+            return {"done": False}, []
+        handle = bench.compiling.pop(header["handle"]).result()
+        bench.handles[header["handle"]] = handle
+        return {"done": True}, _payload(handle.compiled)
 
     def do_load(self, header: Header, blobs: list[bytearray]) -> tuple[Header, list[bytes]]:
         bench = self._benches[header["bench"]]
