@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import gc
 import importlib.util
 import json
 import platform
@@ -188,8 +189,13 @@ def main() -> None:
         picks: dict[str, list[Any]] = {c: [] for c in contenders}
         seconds: dict[str, list[float]] = {c: [] for c in contenders}
         for repeat in range(options.repeats):
-            for contender, tune in contenders.items():
+            order = list(contenders)
+            random.Random(repeat).shuffle(order)  # so that leftovers hit nobody in particular
+            for contender in order:
+                tune = contenders[contender]
                 jax.clear_caches()
+                gc.collect()
+                time.sleep(0.5)
                 start = time.perf_counter()
                 picks[contender].append(tune(function, args, configs, repeat))
                 seconds[contender].append(time.perf_counter() - start)
