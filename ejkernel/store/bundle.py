@@ -10,10 +10,10 @@ import dataclasses
 import json
 import os
 import pathlib
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from .durable import write_whole
 from .quality import quality, why_better
 
 FORMAT = "ejkernel-configs"
@@ -141,18 +141,7 @@ class Bundle:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it: whole, or not at all."""
-        file = pathlib.Path(path)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_name(f".{file.name}-{secrets.token_hex(6)}.tmp")
-        try:
-            with open(temporary, "x", encoding="utf-8") as stream:
-                stream.write(self.dumps())
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(temporary, file)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        write_whole(pathlib.Path(path), self.dumps())
 
     # --- with others -----------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import uuid
 
 from . import folder, in_use, quarantine, schema
 from .database import Database, new_file, open_file
+from .durable import flush_folder
 from .errors import StoreDamaged, StoreError, StoreGone, StoreReadOnly, StoreUnavailable
 from .folder import Identity
 from .location import FolderLocation
@@ -154,7 +155,7 @@ class FileHome:
                     os.rename(draft, location.file)
                 else:  # two may be here at once: the first one wins
                     os.link(draft, location.file)
-                folder.flush(location.folder)
+                flush_folder(location.folder)
             except FileExistsError:
                 return
             except OSError as error:

@@ -148,17 +148,6 @@ def _locked(descriptor: int, kind: int, location: FolderLocation) -> bool:
         time.sleep(0.01)
 
 
-def flush(folder: pathlib.Path) -> None:
-    """Make the names in a folder durable: a new one is only in memory before."""
-    if os.name != "posix":  # elsewhere a folder cannot be opened
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 # --- file systems --------------------------------------------------------------------------------
 
 

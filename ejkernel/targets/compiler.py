@@ -11,7 +11,6 @@ import json
 import os
 import pathlib
 import queue
-import secrets
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from ..ops.tuner.process import START_SECONDS, Process, WorkerLost, WorkerUnavai
 from ..ops.tuner.worker import Header
 from ..ops.utils import environment
 from ..ops.utils.stable import short_hash
+from ..store.durable import write_whole
 from .catalog import Target, TargetError
 from .figures import find_ptxas
 from .lowering import Program
@@ -272,9 +272,6 @@ def _recall(target: Target, program: Program) -> Header | None:
 
 def _remember(target: Target, program: Program, answer: Header) -> None:
     file = _file(target, program)
-    temporary = file.with_name(f".{file.name}-{secrets.token_hex(6)}.tmp")
     kept = {name: value for name, value in answer.items() if name != "blobs"}
     with contextlib.suppress(OSError):  # no room, no right: then it is compiled again next time
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(kept), encoding="utf-8")
-        os.replace(temporary, file)
+        write_whole(file, json.dumps(kept))

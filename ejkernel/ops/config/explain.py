@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from ..core.invocation import Invocation, readable
-from ..utils.fingerprint import leaf_signature
+from ..utils.fingerprint import LEAF_SIGNATURE, leaf_signature
 
 if TYPE_CHECKING:
     from .persistent import PersistentCache
 
 _SHOWN = 2
-_LEAF = re.compile(r"(?P<dtype>[^\[]+)\[(?P<shape>[\d,]*)\](?P<weak>~?)(@(?P<sharding>.+))?")
 
 
 def call_fields(inv: Invocation[Any, Any]) -> dict[str, Any]:
@@ -131,7 +129,7 @@ def _leaf_differences(then: list[Any], now: list[Any]) -> Iterator[tuple[str, st
         for old, new in zip(before, after, strict=True):
             if old == new:
                 continue
-            parsed = _LEAF.fullmatch(str(old)), _LEAF.fullmatch(new)
+            parsed = LEAF_SIGNATURE.fullmatch(str(old)), LEAF_SIGNATURE.fullmatch(new)
             for field, text in _fields_that_differ(str(old), new, parsed):
                 changes.setdefault(field, {}).setdefault(text, []).append(position)
     for field, texts in changes.items():

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
+from ..utils.fingerprint import LEAF_SIGNATURE
+
 Rounding = Literal["up", "down", "nearest"]
-_LEAF = re.compile(r"(?P<dtype>[^\[]+)\[(?P<shape>[\d,]*)\](?P<rest>.*)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,10 +120,10 @@ class NearShapes:
     def _leaf_distance(self, argument: int, asked: str, tuned: str) -> float | None:
         if asked == tuned:
             return 0.0
-        mine, other = _LEAF.fullmatch(asked), _LEAF.fullmatch(tuned)
+        mine, other = LEAF_SIGNATURE.fullmatch(asked), LEAF_SIGNATURE.fullmatch(tuned)
         if mine is None or other is None:
             return None
-        if (mine["dtype"], mine["rest"]) != (other["dtype"], other["rest"]):
+        if any(mine[part] != other[part] for part in ("dtype", "weak", "sharding")):
             return None
         sizes, tuned_sizes = _sizes(mine["shape"]), _sizes(other["shape"])
         if len(sizes) != len(tuned_sizes):

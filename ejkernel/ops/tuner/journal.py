@@ -23,6 +23,7 @@ import uuid
 import warnings
 from collections.abc import Iterator
 
+from ...store.durable import flush_folder, write_whole
 from ..utils import environment
 from ..utils.stable import short_hash
 
@@ -105,7 +106,7 @@ class Journal:
             _namespace(),
         )
         try:
-            _write(file, dataclasses.asdict(note))
+            write_whole(file, _text(note))
         except OSError as error:
             warnings.warn(
                 f"the journal {self.folder} cannot be written, so a candidate that crashes will "
@@ -119,7 +120,7 @@ class Journal:
             yield
         finally:
             file.unlink(missing_ok=True)
-            _flush_folder(file.parent)
+            flush_folder(file.parent)
 
     def culprits(self) -> list[Culprit]:
         """What dead processes left behind; moves it to the permanent list.
@@ -138,7 +139,7 @@ class Journal:
             if _alive(note):
                 continue
             culprit = Culprit(note.key, note.config, note.when, note.host, note.pid)
-            _write(self._crash_file(note.key, note.config), dataclasses.asdict(culprit))
+            write_whole(self._crash_file(note.key, note.config), _text(culprit))
             try:
                 file.unlink()  # only now: whatever happens, one of the two files is there
             except FileNotFoundError:
@@ -186,34 +187,8 @@ class Journal:
             )
 
 
-# --- files ---------------------------------------------------------------------------------------
-
-
-def _write(file: pathlib.Path, content: dict[str, object]) -> None:
-    """Write a file so that it is whole or not there, even after a power cut."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".writing-{uuid.uuid4().hex}")
-    try:
-        with open(temporary, "x", encoding="utf-8") as stream:
-            stream.write(json.dumps(content, indent=1) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, file)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    _flush_folder(file.parent)
-
-
-def _flush_folder(folder: pathlib.Path) -> None:
-    """Make names durable: a rename or a removal is only in memory before."""
-    if os.name != "posix":  # elsewhere a folder cannot be opened
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _text(record: _Note | Culprit) -> str:
+    return json.dumps(dataclasses.asdict(record), indent=1) + "\n"
 
 
 # --- processes -----------------------------------------------------------------------------------

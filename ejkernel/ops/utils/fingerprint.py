@@ -190,6 +190,12 @@ def _explicit_sharding(array: Any) -> Any:
     return sharding if visible else None
 
 
+LEAF_SIGNATURE = re.compile(
+    r"(?P<dtype>[^\[]+)\[(?P<shape>[\d,]*)\](?P<weak>~?)(@(?P<sharding>.+))?"
+)
+"""What `leaf_signature` writes for an array."""
+
+
 def leaf_signature(leaf: Any) -> str:
     """`float32[8,8]`, with `~` for a weak type and the sharding where the type carries one."""
     if not is_array(leaf):
