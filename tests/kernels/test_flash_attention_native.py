@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ejkernel import native
 from ejkernel.kernels.flash_attention import FlashAttention, FlashAttentionConfig
 from ejkernel.modules import flash_attention
-from ejkernel.ops import BwdParams, FwdParams, policy_override
+from ejkernel.ops import BwdParams, FwdParams, NotSupported, policy_override
 
 # One for all tests and all runs: building is safe when several begin at once, and a library is
 # found again only if nothing has changed.
@@ -271,6 +271,14 @@ def test_shard_map(check):
     wanted = jax.grad(lambda *a: (naive(*a, causal=True)[0] ** 2).sum(), (0, 1, 2))(*arrays)
     for mine, theirs in zip(got, wanted, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=2e-5)
+
+
+def test_arrays_that_are_sharded_by_type_go_to_xla():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    sharding = jax.NamedSharding(mesh, PartitionSpec("data"))
+    arrays = [jax.device_put(x, sharding) for x in inputs()]
+    with pytest.raises(NotSupported, match="q is sharded"):
+        attention(*arrays)
 
 
 def test_many_threads_at_once_neither_wait_for_each_other_nor_mix_up():
