@@ -305,6 +305,8 @@ def test_it_serves_a_plain_call_and_leaves_what_it_cannot_do_to_xla():
     q, k, v = inputs(q_len=41, k_len=43)
     lowered = jax.jit(lambda *a: flash_attention(*a, causal=True)).lower(q, k, v)
     assert "ejkernel_flash_attention_forward" in lowered.as_text()
+    lowered = jax.jit(flash_attention).lower(q[:, :1], k, v)  # too few rows to be worth it
+    assert "ejkernel_flash_attention_forward" not in lowered.as_text()
     with jax.enable_x64(True):
         double = [x.astype(jnp.float64) for x in (q, k, v)]
         lowered = jax.jit(lambda *a: flash_attention(*a, causal=True)).lower(*double)

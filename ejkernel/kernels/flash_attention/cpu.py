@@ -55,10 +55,28 @@ def on_one_device(inv: Invocation[Any, Any]) -> str | None:
     return None
 
 
+FEWEST_ROWS = 24
+
+
+def has_enough_rows(inv: Invocation[Any, Any]) -> str | None:
+    """None, or why XLA is faster: all keys are packed first, which a few queries do not pay back.
+
+    Who asks for this implementation by name gets it.
+    """
+    q, k, _ = inv.args
+    rows = q.shape[1] * q.shape[2] // k.shape[2]
+    if rows >= FEWEST_ROWS or inv.kwargs.get("implementation") == "cpu":
+        return None
+    return (
+        f"q has {rows} rows per key head (queries times heads that share it); below {FEWEST_ROWS} "
+        "XLA is faster"
+    )
+
+
 CPU = Supports(
     dtypes=native.DTYPES,
     without=("bias", "mask", "dropout_rate", "dropout_key", "sequence_axis"),
-    rules=(on_one_device, native_is_available),
+    rules=(on_one_device, has_enough_rows, native_is_available),
 )
 
 
