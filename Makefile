@@ -8,12 +8,14 @@ RAY = $(VENV)/.ray
 TARGETS_VENV ?= .venv-targets
 TARGETS_STAMP = $(TARGETS_VENV)/.ready
 
-.PHONY: help tune test targets targets-setup lint types bench clean
+.PHONY: help tune test targets targets-setup lint types docs release bench clean
 
 help:
 	@echo "make tune    tune a small transformer on this machine, show before and after"
 	@echo "make test    lint, types, and the whole test suite"
 	@echo "make targets compile the test kernels for TPU and CUDA, without such devices (700 MB)"
+	@echo "make docs    the documentation site, in site/"
+	@echo "make release wheel and sdist, built, checked, and installed into an empty environment"
 	@echo "make bench   measure the overhead of a call beside plain jax.jit"
 	@echo "make clean   remove the environment and caches"
 
@@ -56,8 +58,14 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(VENV)/bin/mypy
 
+docs: $(STAMP)
+	$(VENV)/bin/zensical build --strict --clean
+
+release: $(STAMP)
+	$(RUN) .ci/check_release.py
+
 bench: $(STAMP)
 	$(RUN) benchmarks/overhead.py
 
 clean:
-	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site .cache
