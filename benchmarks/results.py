@@ -80,7 +80,7 @@ def benchmarks(public: str | None) -> list[Benchmark]:
             "ops",
             "Operations beside their peers",
             ("benchmarks/ops.py", "--seconds", "3"),
-            "Ratios are our time over the peer's: less than 1 is faster. Results are compared first.",
+            "Ratios are our time over the peer's: below 1 is faster. Results are compared first.",
             ops_table,
         ),
         Benchmark(
@@ -232,7 +232,7 @@ def _write(parts: dict[str, str], public: str | None) -> None:
     known = [parts[title] for title in order if title in parts]
     head = (
         "# Measured results\n\nWritten by `make bench`. Every figure comes from the command above "
-        "it, run on the machine below it; contenders run in turns in one run. The machine is shared "
+        "it, run on the machine below it; contenders run in turns. The machine is shared "
         "with others, so single figures waver: look at the spread.\n"
     )
     PAGE.write_text("\n".join([head, *known]), encoding="utf-8")
