@@ -90,6 +90,11 @@ AUTOTUNE = Variable(
     "0",
     "1: the default executor tunes an operation that has no stored config (else: heuristics)",
 )
+STRICT = Variable(
+    "EJKERNEL_STRICT",
+    "0",
+    "1: a call that has no stored config is an error that says what to run (see docs/strict.md)",
+)
 STAMP = Variable(
     "EJKERNEL_OPS_STAMP",
     "hash",
@@ -116,6 +121,7 @@ VARIABLES: tuple[Variable, ...] = (
     CACHE_DIR,
     CONFIG_PATH,
     AUTOTUNE,
+    STRICT,
     STAMP,
     PREFIX,
     RECORD,
