@@ -31,7 +31,9 @@ from .core import (
     Invocation,
     Kernel,
     NearShapes,
+    NotSupported,
     Out,
+    Supports,
 )
 from .execution import (
     AutotuningResult,
@@ -92,11 +94,13 @@ __all__ = [
     "Invocation",
     "Kernel",
     "NearShapes",
+    "NotSupported",
     "Out",
     "PersistentCache",
     "Space",
     "Stats",
     "StrictMiss",
+    "Supports",
     "Tuner",
     "abstractify",
     "autotune",
