@@ -18,9 +18,9 @@ import click
 from .exits import Exit, Failure, in_one_line, raised_at
 
 HOW = (
-    "it returns the function to tune and a tuple of its example arguments, "
-    "(function, (x, y)), if need be with a dict of keywords, (function, (x, y), {'causal': True}); "
-    "or a lowered computation, jax.jit(function).lower(x, y)"
+    "it has to return the function to tune with a tuple of its example arguments, (function, (x, "
+    "y)); with keywords, (function, (x, y), {'causal': True}); or a lowered computation, "
+    "jax.jit(function).lower(x, y)"
 )
 
 
@@ -48,7 +48,7 @@ class Subject:
 
         if self.function is None:
             return self.lowered
-        with theirs(f"{self.name}: its function cannot be lowered with its example arguments"):
+        with theirs(f"{self.name}: lowering its function with its example arguments"):
             import jax
 
             jitted: Any = self.function
@@ -84,7 +84,7 @@ def load(name: str) -> Subject:
             raise Failure(_no_attribute(name, module, path))
         found = getattr(found, part)
     if not callable(found):
-        raise Failure(f"{name} is no function but a {type(found).__name__}; {HOW}")
+        raise Failure(f"{name} is no function but {_described(found)}")
     return subject_of(name, _called(name, found))
 
 
@@ -203,6 +203,8 @@ def _no_attribute(name: str, module: ModuleType, path: str) -> str:
 
 
 def _described(value: Any) -> str:
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"an array ({value.dtype}{list(value.shape)})"
     if isinstance(value, tuple):
         return f"a tuple of {len(value)} ({', '.join(type(item).__name__ for item in value)})"
-    return "None" if value is None else f"a {type(value).__name__}"
+    return "None" if value is None else f"{value!r:.60} ({type(value).__name__})"

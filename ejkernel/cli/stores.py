@@ -104,14 +104,14 @@ def open_place(given: str | None, *, must_exist: bool = True) -> Place:
     return Place(str(store.path), store)
 
 
-def open_store(given: str | None) -> PersistentCache:
+def open_store(given: str | None, opened: Place | None = None) -> PersistentCache:
     """A store to write into: made if it does not exist, refused if it cannot be written."""
     if given is not None and _is_bundle(given):
         raise click.UsageError(
             f"--store {given}: a bundle is a file to look at and to ship; give a folder or the URL "
             "of a database, and write a bundle with `ejkernel configs export`"
         )
-    store = _opened(given)
+    store = _opened(given) if opened is None or opened.store is None else opened.store
     store.check(write=True)
     return store
 

@@ -19,7 +19,7 @@ from .loading import HOW, Subject, import_modules, load, theirs
 from .output import State, brief, milliseconds, note, plain, ratio, table
 from .programs import Found, invocations_of, operations_of, read_program, stored_result
 from .progress import Watch
-from .stores import open_store
+from .stores import open_place, open_store
 
 if TYPE_CHECKING:
     from ..ops import AutotuningResult, ConfigSelectorChain, PersistentCache
@@ -37,7 +37,7 @@ class Ray:
 @click.command(
     help=f"""Tune every operation of a function, and keep the result in the store.
 
-    MODULE:FUNCTION (or FILE.py:FUNCTION) is a function of yours without arguments; {HOW}.
+    MODULE:FUNCTION (or FILE.py:FUNCTION) is a function of yours without arguments: {HOW}.
 
     What is tuned already is not measured again, and a run that was cut short, by a limit or by
     Ctrl-C, goes on where it stopped when the same command is typed again."""
@@ -112,13 +112,14 @@ def tune(
     ):
         if value is not None and not value > 0:
             raise click.UsageError(f"--{option} {value} must be more than 0")
-    text = None if hlo is None else read_program(hlo)  # before anything is started
-    store = open_store(source)
+    text = None if hlo is None else read_program(hlo)
+    opened = open_place(source, must_exist=False)  # what cannot be read is said before all else
     import_modules(modules)
     subject = None if name is None else load(name)
     program = text if subject is None else subject.lower()
     title = name or str(hlo)
     found = operations_of(program, title)
+    store = open_store(source, opened)
 
     from ..ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Tuner
 
