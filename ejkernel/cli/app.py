@@ -88,9 +88,7 @@ def _run(arguments: list[str], state: State) -> int:
     return code if isinstance(code, int) else Exit.OK
 
 
-def _failed(
-    state: State, message: str, code: Exit, error: BaseException, before: str = ""
-) -> Exit:
+def _failed(state: State, message: str, code: Exit, error: BaseException, before: str = "") -> Exit:
     """Say what went wrong: to a person on the standard error, with `--json` to the program too."""
     if state.debug:
         traceback.print_exception(error)
@@ -151,9 +149,10 @@ class _Stderr(logging.StreamHandler[Any]):
     def stream(self, value: Any) -> None:
         pass
 
-    def filter(self, record: logging.LogRecord) -> bool | logging.LogRecord:
+    def emit(self, record: logging.LogRecord) -> None:
         least = (logging.WARNING, logging.INFO, logging.DEBUG)[min(self._state.verbosity, 2)]
-        return record.levelno >= least and super().filter(record)
+        if record.levelno >= least:
+            super().emit(record)
 
 
 @contextlib.contextmanager

@@ -47,8 +47,9 @@ def bench(
 
     place = open_place(source)
     if place.store is None:
-        raise click.UsageError("--store: give a folder or a URL; a bundle is named in "
-                               "EJKERNEL_CONFIG_PATH")
+        raise click.UsageError(
+            "--store: give a folder or a URL; a bundle is named in EJKERNEL_CONFIG_PATH"
+        )
     import_modules(modules)
     subject = load(name)
     found = operations_of(subject.lower(), name)
@@ -74,10 +75,12 @@ def bench(
     lines += [
         f"heuristic configs  {milliseconds(before)} (median of {len(compared.before)})",
         f"stored configs     {milliseconds(after)}",
-        f"speedup            {gain.times:.2f}x, surely between {gain.low:.2f}x and {gain.high:.2f}x",
+        f"speedup            {gain.times:.2f}x, between {gain.low:.2f}x and {gain.high:.2f}x",
     ]
     if compared.difference is not None:
-        lines.append(f"outputs            differ by {compared.difference:.2g} of their size at most")
+        lines.append(
+            f"outputs            differ by {compared.difference:.2g} of their size at most"
+        )
     data = {
         "store": place.shown,
         **dataclasses.asdict(compared),

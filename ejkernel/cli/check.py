@@ -39,7 +39,11 @@ def _complete(context: click.Context, parameter: click.Parameter, begun: str) ->
 @click.option("--export", "file", metavar="FILE.json", help="Write ranked candidates as a bundle.")
 @click.option("--best", type=int, default=5, show_default=True, help="How many, for --export.")
 @click.option(
-    "--seconds", type=float, default=120.0, show_default=True, help="Give up on a config after this."
+    "--seconds",
+    type=float,
+    default=120.0,
+    show_default=True,
+    help="Give up on a config after this.",
 )
 @click.option("--jobs", type=int, metavar="N", help="Compilers at the same time.")
 @options.imports
@@ -65,7 +69,9 @@ def check(
     if name is None:
         return _list(state, ask)
     if not wanted:
-        raise click.UsageError("say for which device: --target tpu-v5e; `ejkernel check` lists them")
+        raise click.UsageError(
+            "say for which device: --target tpu-v5e; `ejkernel check` lists them"
+        )
     if file is not None and lower_only:
         raise click.UsageError("--export ranks by what compilers say; leave out --lower-only")
     targets = _targets(wanted, lower_only)

@@ -15,13 +15,12 @@ _WHERE = {
 }
 
 
-@click.command(
-    help="Print the completion script of a shell.\n\n\b\n" + "\n".join(_WHERE.values())
-)
+@click.command(help="Print the completion script of a shell.\n\n\b\n" + "\n".join(_WHERE.values()))
 @click.argument("shell", type=click.Choice(list(_WHERE)))
 @options.common
 @options.with_state
 def completion(state: State, shell: str) -> None:
+    """Print the completion script of a shell."""
     root = click.get_current_context().find_root().command
     kind = get_completion_class(shell)
     assert kind is not None

@@ -15,7 +15,7 @@ import click
 from .. import __version__
 from . import options
 from .exits import Exit, Failure, in_one_line
-from .output import State, styled, table
+from .output import State, counted, styled, table
 
 _MARKS = {
     "ok": ("ok", "green"),
@@ -71,7 +71,11 @@ def doctor(state: State, source: str | None) -> int:
         rows.append((head, finding.name, styled(mark, style), text))
     errors = sum(finding.status == "error" for finding in findings)
     warnings = sum(finding.status == "warning" for finding in findings)
-    verdict = f"{errors} errors, {warnings} warnings" if errors or warnings else "all is well"
+    verdict = (
+        f"{counted(errors, 'error')}, {counted(warnings, 'warning')}"
+        if errors or warnings
+        else "all is well"
+    )
     data = {
         "ok": not errors,
         "findings": [dataclasses.asdict(finding) for finding in findings],
@@ -90,9 +94,7 @@ def _versions() -> Iterator[Finding]:
         try:
             found = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            yield Finding(
-                "versions", package, "error", "not installed", "pip install 'jax>=0.10'"
-            )
+            yield Finding("versions", package, "error", "not installed", "pip install 'jax>=0.10'")
             continue
         old = tuple(int(n) for n in found.split(".")[:2] if n.isdecimal()) < (0, 10)
         advice = "ejkernel needs 0.10 or newer: pip install -U jax" if old else ""
@@ -155,12 +157,14 @@ def _store(source: str | None) -> Iterator[Finding]:
     from ..store.glance import count_entries
     from .stores import open_place
 
-    name = source or "default"
+    name = "default" if source is None or "://" in source else source
     try:
         given = default_path() if source is None else source
+        if "://" in str(given):
+            name = locate(given).shown  # without its password
         if str(given).endswith(".json") or "://" in str(given):
             place = open_place(str(given))
-            yield Finding("store", place.shown, "ok", f"{len(place.entries())} entries")
+            yield Finding("store", place.shown, "ok", counted(len(place.entries()), "entry"))
             return
         location = locate(given)
         assert isinstance(location, FolderLocation)
@@ -175,9 +179,11 @@ def _store(source: str | None) -> Iterator[Finding]:
             text = "nothing was tuned yet; it is made when the first config is kept"
             yield Finding("store", name, "ok", text)
         elif not os.access(location.folder, os.W_OK):
-            yield Finding("store", name, "warning", f"{count} entries; it can only be read")
+            yield Finding(
+                "store", name, "warning", f"{counted(count, 'entry')}; it can only be read"
+            )
         else:
-            yield Finding("store", name, "ok", f"{count} entries")
+            yield Finding("store", name, "ok", counted(count, "entry"))
 
 
 def _bundles() -> Iterator[Finding]:
@@ -186,7 +192,7 @@ def _bundles() -> Iterator[Finding]:
 
     shipped = Shipped(environment.CONFIG_PATH.read())
     for source, bundle in shipped.bundles:
-        text = f"{len(bundle)} entries ({source.origin})"
+        text = f"{counted(len(bundle), 'entry')} ({source.origin})"
         yield Finding("bundles", str(source.path), "ok", text)
     for trouble in shipped.troubles:
         yield Finding("bundles", trouble.what, "error", trouble.reason)

@@ -57,7 +57,9 @@ def labels(state: State, file: str, source: str | None) -> int:
             )
         )
     header = ("operation", "key", "call", "kernel", "stored config")
-    counts = f"{len(rows)} operations, {sum(row[-1] != '-' for row in rows)} of them stored for {device}"
+    counts = (
+        f"{len(rows)} operations, {sum(row[-1] != '-' for row in rows)} of them stored for {device}"
+    )
     state.result(
         {"device": device, "labels": data}, *([table(header, rows)] if rows else []), counts
     )

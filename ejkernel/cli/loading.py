@@ -174,19 +174,28 @@ def _import_file(file: pathlib.Path) -> ModuleType:
 
 @contextlib.contextmanager
 def theirs(what: str) -> Iterator[None]:
-    """Run the user's code: what it prints is no answer of ours, what it raises becomes a message."""
+    """Run the user's code: what it prints is no answer of ours, what it raises is a message."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     except (Failure, click.ClickException, BrokenPipeError):
         raise
+    except ValueError as error:
+        environment = sys.modules.get("ejkernel.ops.utils.environment")
+        if environment is not None and isinstance(error, environment.VariableError):
+            raise  # not the doing of their code
+        raise _their_fault(what, error) from error
     except SystemExit as error:
         raise Failure(
             f"{what}: it ended the process (exit {error.code}) while it was loaded; put what a "
             'script does under `if __name__ == "__main__":`'
         ) from error
     except Exception as error:
-        raise Failure(f"{what} raised {in_one_line(error)}{raised_at(error)}", Exit.INPUT) from error
+        raise _their_fault(what, error) from error
+
+
+def _their_fault(what: str, error: Exception) -> Failure:
+    return Failure(f"{what} raised {in_one_line(error)}{raised_at(error)}", Exit.INPUT)
 
 
 def _no_attribute(name: str, module: ModuleType, path: str) -> str:

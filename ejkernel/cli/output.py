@@ -89,9 +89,7 @@ def _console(terminal: bool) -> Console:
     )
 
 
-def table(
-    header: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[int] = ()
-) -> Any:
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[int] = ()) -> Any:
     """A table: one line per row in a pipe, folded to the width of a terminal."""
     from rich import box
     from rich.table import Table
@@ -124,6 +122,13 @@ def brief(config: Any) -> str:
         elif value is not None:
             parts.append(f"{name}={value}")
     return " ".join(parts)
+
+
+def counted(number: int, what: str) -> str:
+    """`1 entry`, `2 entries`."""
+    if number != 1:
+        what = f"{what[:-1]}ies" if what.endswith("y") else f"{what}s"
+    return f"{number} {what}"
 
 
 def milliseconds(seconds: Any) -> str:

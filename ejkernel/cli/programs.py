@@ -98,8 +98,14 @@ def stored_result(
     selector: ConfigSelectorChain, invocations: Iterable[Invocation[Any, Any]]
 ) -> AutotuningResult:
     """What a strict call would run with, for each call; those with nothing stored are skipped."""
-    from ..ops import AutotuningResult, Entry, StrictMiss, device_fingerprint, label
-    from ..ops import policy_override
+    from ..ops import (
+        AutotuningResult,
+        Entry,
+        StrictMiss,
+        device_fingerprint,
+        label,
+        policy_override,
+    )
     from ..ops.execution.results import Skipped
 
     entries, skipped = [], []

@@ -9,9 +9,9 @@ import click
 
 from . import options
 from .exits import Failure
-from .output import State, table, write
+from .output import State, counted, table, write
+from .records import runs_folder
 from .stores import open_place
-from .tune import runs_folder
 
 if TYPE_CHECKING:
     from ..report import Run
@@ -57,7 +57,8 @@ def report(
         return
     if record is not None and from_store:
         raise click.UsageError("give a RECORD or --from-store, not both")
-    from ..report import FORMATS, render, write as write_report
+    from ..report import FORMATS, render
+    from ..report import write as write_report
 
     run = _of_store(source) if from_store or source is not None else _of_record(record)
     if form is None:
@@ -76,7 +77,9 @@ def report(
 
         webbrowser.open(file.resolve().as_uri())
     data = {"report": str(file), "format": form, "title": run.title}
-    state.result(data, f"report of {run.title}, {len(run.operations)} operations: {file}")
+    state.result(
+        data, f"report of {run.title}, {counted(len(run.operations), 'operation')}: {file}"
+    )
 
 
 def _of_store(source: str | None) -> Run:
@@ -117,7 +120,7 @@ def _list(state: State) -> None:
         except NotARun as error:
             rows.append((str(file), "", "", str(error)))
             continue
-        tuned = f"{len(run.operations)} operations"
+        tuned = counted(len(run.operations), "operation")
         rows.append((str(file), run.created, tuned, run.title))
         data.append({"record": str(file), "created": run.created, "title": run.title})
     if not rows:

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import pathlib
-import re
-import shlex
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +11,15 @@ import click
 from . import options
 from .exits import Exit, Failure, in_one_line
 from .loading import HOW, Subject, import_modules, load, theirs
-from .output import State, brief, milliseconds, note, plain, ratio, table
+from .output import State, note
 from .programs import Found, invocations_of, operations_of, read_program, stored_result
 from .progress import Watch
+from .records import answer, record_file, record_of
 from .stores import open_place, open_store
 
 if TYPE_CHECKING:
     from ..ops import AutotuningResult, ConfigSelectorChain, PersistentCache
-    from ..report import BeforeAfter, Run
+    from ..report import BeforeAfter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +50,7 @@ class Ray:
     show_default=True,
     help="How long finalists run, how much of a large space is searched.",
 )
-@click.option("--seconds", type=float, metavar="N", help="Stop after this time.")
+@click.option("--seconds", type=float, metavar="N", help="Stop after about this time.")
 @click.option("--evaluations", type=int, metavar="N", help="Most candidates per operation.")
 @click.option(
     "--strategy",
@@ -76,7 +72,9 @@ class Ray:
 @click.option("--workers", type=int, metavar="N", help="Most Ray tasks at the same time.")
 @options.imports
 @click.option(
-    "--bench/--no-bench", default=True, help="Run the whole function before and after.  [default: on]"
+    "--bench/--no-bench",
+    default=True,
+    help="Run the whole function before and after.  [default: on]",
 )
 @click.option("--record", metavar="FILE", help="Where the record of the run is written.")
 @click.option("--report", "page", metavar="FILE", help="Write a report too: .html, .md or .json.")
@@ -103,6 +101,7 @@ def tune(
     page: str | None,
     progress: bool | None,
 ) -> int:
+    """Tune, keep, compare, record, answer."""
     if (name is None) == (hlo is None):
         raise click.UsageError("give either MODULE:FUNCTION or --hlo FILE")
     for option, value in (
@@ -123,7 +122,10 @@ def tune(
 
     from ..ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Tuner
 
-    watch = Watch(len({(inv.key.op_id, inv.key.call_key) for inv in invocations_of(found)}), progress)
+    keys = {inv.key for inv in invocations_of(found)}
+    watch = Watch(len(keys), progress)
+    if seconds is not None:  # of the whole run; the tuner's are those of one operation
+        seconds /= max(1, len([key for key in keys if not _is_finished(store, key)]))
     tuner = Tuner(
         effort=effort,
         seconds=seconds,
@@ -134,39 +136,36 @@ def tune(
         on_step=watch.on_step,
     )
     policy = AutotunePolicy(validate_backward=backward, strict=False)
-    selector = ConfigSelectorChain(
-        ConfigCache(), policy, tuner, store, on_event=watch.on_event
-    )
-    start = time.perf_counter()
+    selector = ConfigSelectorChain(ConfigCache(), policy, tuner, store, on_event=watch.on_event)
     cluster = Ray(ray_address, workers) if ray or ray_address else None
-    interrupted = False
+    model, trouble, interrupted = None, "", False
+    start = time.perf_counter()
     try:
         with watch:
             result = _tuned(selector, found, program, cluster, progress)
-    except KeyboardInterrupt:
-        interrupted = True
+        took = time.perf_counter() - start
+        if bench and subject is not None and result.entries:
+            model, trouble = _before_and_after(subject, result)
+    except KeyboardInterrupt:  # what was learned is in the store already
+        interrupted, took = True, time.perf_counter() - start
         result = stored_result(selector, invocations_of(found))
-    took = time.perf_counter() - start
-    model, trouble = None, ""
-    if bench and not interrupted and subject is not None and result.entries:
-        model, trouble = _before_and_after(subject, result)
     notes = tuple(filter(None, ("interrupted by Ctrl-C" if interrupted else "", trouble)))
-    run = _run(result, title, took, store, model, notes)
-    file = run.save(record or _record_file(title))
+    run = record_of(result, title, took, store, model, notes)
+    file = run.save(record or record_file(title))
     if page is not None:
         from ..report import write as write_report
 
         write_report(run, page)
     missing = _not_kept(store, result)
-    _answer(state, result, run, store, file, page, watch, interrupted)
+    answer(state, result, run, store, file, page, watch, interrupted)
     if interrupted:
         return Exit.INTERRUPTED
     if missing:
-        raise Failure(
-            f"tuned, but not kept: {store.path} does not hold {', '.join(missing)}; see the "
-            f"warnings above. The record {file} has the configs",
-            Exit.STORE,
+        note(
+            f"ejkernel: tuned, but not kept: {store.path} does not hold {', '.join(missing)}; see "
+            f"the warnings above. The record {file} has the configs"
         )
+        return Exit.STORE
     return Exit.NOT_WELL if result.skipped else Exit.OK
 
 
@@ -198,9 +197,7 @@ def _tuned(
         raise Failure(f"--ray: {in_one_line(error)}") from error
 
 
-def _before_and_after(
-    subject: Subject, result: AutotuningResult
-) -> tuple[BeforeAfter | None, str]:
+def _before_and_after(subject: Subject, result: AutotuningResult) -> tuple[BeforeAfter | None, str]:
     """The whole function with both sets of configs; or why it could not be run."""
     from ..report import before_and_after
 
@@ -218,33 +215,9 @@ def _before_and_after(
         return None, f"not compared before and after: {error}"
 
 
-def _run(
-    result: AutotuningResult,
-    title: str,
-    took: float,
-    store: PersistentCache,
-    model: BeforeAfter | None,
-    notes: tuple[str, ...],
-) -> Run:
-    from ..report import Run
-
-    command = shlex.join(["ejkernel", *sys.argv[1:]])
-    return Run.of(
-        result, title=title, seconds=took, store=store, model=model, command=command, notes=notes
-    )
-
-
-def runs_folder() -> pathlib.Path:
-    """Where records go unless a file is named, and where `ejkernel report` finds the newest."""
-    from ..ops.utils import environment
-
-    return pathlib.Path(environment.CACHE_DIR.read()).expanduser() / "runs"
-
-
-def _record_file(title: str) -> pathlib.Path:
-    moment = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
-    slug = re.sub(r"[^A-Za-z0-9]+", "-", title).strip("-")[-60:]
-    return runs_folder() / f"{moment}-{slug}.json"
+def _is_finished(store: PersistentCache, key: Any) -> bool:
+    entry = store.entry(key)
+    return entry is not None and not entry["about"].get("incomplete")
 
 
 def _not_kept(store: PersistentCache, result: AutotuningResult) -> list[str]:
@@ -254,70 +227,3 @@ def _not_kept(store: PersistentCache, result: AutotuningResult) -> list[str]:
         for key, entry in zip(result.as_mapping(), result.entries, strict=True)
         if entry.outcome is not None and store.entry(key) is None
     ]
-
-
-def _answer(
-    state: State,
-    result: AutotuningResult,
-    run: Run,
-    store: PersistentCache,
-    file: pathlib.Path,
-    page: str | None,
-    watch: Watch,
-    interrupted: bool,
-) -> None:
-    rows = [
-        (
-            operation.op_id,
-            operation.signature or operation.call_key,
-            milliseconds(operation.heuristic_seconds),
-            milliseconds(operation.seconds),
-            ratio(operation.seconds, operation.heuristic_seconds),
-            brief(operation.config),
-            "cut short" if operation.incomplete else "",
-        )
-        for operation in run.operations
-    ]
-    header = ("operation", "call", "heuristic", "tuned", "speedup", "config", "")
-    shown: list[Any] = [table(header, rows, right=(2, 3, 4))] if rows else []
-    shown += [f"not tuned: {skip.label}: {skip.reason}" for skip in result.skipped]
-    if run.model is not None:
-        gain = run.model.gain
-        shown.append(
-            f"{run.model.what}: {gain.times:.2f}x as fast as with heuristic configs "
-            f"(between {gain.low:.2f}x and {gain.high:.2f}x, {len(run.model.before)} rounds)"
-        )
-    kept = f"{len(run.operations)} of {watch.total} operations are kept in {store.path}"
-    if interrupted:
-        shown.append(f"interrupted: {kept}; the same command goes on where it stopped")
-    else:
-        shown.append(kept)
-    if any(operation.incomplete for operation in run.operations) and not interrupted:
-        shown.append("cut short by a limit; the same command goes on where it stopped")
-    shown.append(f"record: {file}" + (f", report: {page}" if page else ""))
-    if page is None:
-        shown.append("see it with `ejkernel report`")
-    data = {
-        "store": str(store.path),
-        "record": str(file),
-        "report": page,
-        "interrupted": interrupted,
-        "device": run.device,
-        "seconds": run.seconds,
-        "operations": [
-            {
-                "op_id": operation.op_id,
-                "call_key": operation.call_key,
-                "signature": operation.signature,
-                "config": operation.config,
-                "seconds": operation.seconds,
-                "heuristic_seconds": operation.heuristic_seconds,
-                "incomplete": operation.incomplete,
-                "origin": operation.origin,
-            }
-            for operation in run.operations
-        ],
-        "not_tuned": [{"label": skip.label, "reason": skip.reason} for skip in result.skipped],
-        "model": None if run.model is None else dataclasses.asdict(run.model),
-    }
-    state.result(plain(data), *shown)

@@ -13,7 +13,7 @@ import click
 from .. import options
 from ..exits import Exit
 from ..loading import import_modules
-from ..output import State, brief, table
+from ..output import State, brief, counted, table
 from ..stores import Entry, open_place
 from .looking import as_data
 
@@ -49,7 +49,7 @@ def verify(
         "problems": [{**as_data(entry), "problem": reason} for entry, reason in found],
     }
     rows = [(e["key"][1], e["key"][2], reason, e["key"][0]) for e, reason in found]
-    count = f"{len(entries)} entries in {place.shown}, {len(found)} with a problem"
+    count = f"{counted(len(entries), 'entry')} in {place.shown}, {len(found)} with a problem"
     header = ("operation", "key", "problem", "device")
     state.result(data, *([table(header, rows)] if rows else []), count)
     return Exit.NOT_WELL if found else Exit.OK
@@ -109,7 +109,7 @@ def prune(
         reasons.append(lambda entry: "asked for")
     if not reasons:
         raise click.UsageError(
-            "say which entries: --stale, --suspect, --incomplete, --estimated, --older-than or --all"
+            "say which: --stale, --suspect, --incomplete, --estimated, --older-than or --all"
         )
     place = open_place(source)
     found = [
@@ -131,7 +131,7 @@ def prune(
         "entries": [{**as_data(entry), "reason": why} for entry, why in found],
     }
     verb = "removed from" if removed else "would be removed from" if found else "to remove in"
-    state.result(data, *shown, f"{len(found)} entries {verb} {place.shown}")
+    state.result(data, *shown, f"{counted(len(found), 'entry')} {verb} {place.shown}")
 
 
 def _confirm(state: State, count: int, shown: str, listed: list[Any]) -> None:
@@ -140,7 +140,7 @@ def _confirm(state: State, count: int, shown: str, listed: list[Any]) -> None:
     from ..output import rendered, write
 
     write(rendered(*listed))
-    click.confirm(f"Remove {count} entries from {shown}?", abort=True, err=True)
+    click.confirm(f"Remove {counted(count, 'entry')} from {shown}?", abort=True, err=True)
 
 
 def _not_fresh(entry: Entry, stale: bool, suspect: bool) -> str:

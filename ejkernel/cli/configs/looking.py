@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import options
-from ..exits import Exit, Failure
+from ..exits import Exit
 from ..loading import import_modules, load
-from ..output import State, brief, milliseconds, ratio, table
+from ..output import State, brief, counted, milliseconds, ratio, table
 from ..programs import invocations_of, operations_of
-from ..stores import Entry, Place, find_entry, open_place
+from ..stores import Entry, find_entry, open_place
 
 if TYPE_CHECKING:
     from ...ops import Decision
@@ -46,7 +46,7 @@ def list_(state: State, source: str | None, op: str | None, device: str | None) 
     ]
     header = ("operation", "key", "call", "config", "time", "speedup", "", "device")
     data = {"place": place.shown, "entries": [as_data(entry) for entry in entries]}
-    count = f"{len(entries)} entries in {place.shown}"
+    count = f"{counted(len(entries), 'entry')} in {place.shown}"
     if entries:
         state.result(data, table(header, rows, right=(4, 5)), count)
     else:
@@ -293,6 +293,3 @@ def _is_key(what: str) -> bool:
     if _LABEL.fullmatch(what) or _KEY.fullmatch(what):
         return True
     return ":" not in what
-
-
-__all__ = ["Failure", "Place", "as_data", "diff", "explain", "facts", "list_", "remark", "show"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import options
-from ..output import State, write
+from ..output import State, counted, write
 from ..stores import open_place, open_store
 
 if TYPE_CHECKING:
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 @options.device
 @options.common
 @options.with_state
-def export(
-    state: State, file: str, source: str | None, op: str | None, device: str | None
-) -> None:
+def export(state: State, file: str, source: str | None, op: str | None, device: str | None) -> None:
     """Write the entries of a store into a bundle file (`-`: the standard output).
 
     A bundle is plain, sorted JSON: keep it in git, ship it in a wheel (docs/sharing.md).
     """
+    if file != "-":
+        _bundle_file(file)
     place = open_place(source)
     bundle = place.as_bundle(op, device)
     if not len(bundle):
@@ -36,10 +36,10 @@ def export(
     if file == "-":
         write(bundle.dumps())
         return
-    bundle.save(_bundle_file(file))
+    bundle.save(file)
     state.result(
         {"file": file, "entries": len(bundle), "from": place.shown},
-        f"{len(bundle)} entries of {place.shown} written to {file}",
+        f"{counted(len(bundle), 'entry')} of {place.shown} written to {file}",
     )
 
 
@@ -109,7 +109,12 @@ def _merged_data(output: str, merged: Bundle, conflicts: list[Conflict]) -> dict
 
 def _merged_text(output: str, merged: Bundle, conflicts: list[Conflict]) -> list[str]:
     said = [f"conflict: {conflict}" for conflict in conflicts]
-    return [*said, f"{len(merged)} entries written to {output}, {len(conflicts)} conflicts"]
+    return [*said, _sum(output, merged, conflicts)]
+
+
+def _sum(output: str, merged: Bundle, conflicts: list[Conflict]) -> str:
+    found = counted(len(conflicts), "conflict")
+    return f"{counted(len(merged), 'entry')} written to {output}, {found}"
 
 
 def _bundle_file(name: str) -> str:
