@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import click
@@ -29,8 +29,31 @@ from .tune import tune
 NAME = "ejkernel"
 
 
+class _NobodyReads(Exception):
+    """A closed pipe, under a name that Click does not know: it would end with a code of its own."""
+
+
+@contextlib.contextmanager
+def _closed_pipes_named() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise _NobodyReads from error
+
+
+class _Group(click.Group):
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _closed_pipes_named():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _closed_pipes_named():
+            return super().invoke(ctx)
+
+
 @click.group(
     NAME,
+    cls=_Group,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Every command has --help, --json and --debug. Docs: docs/cli.md",
 )
@@ -81,8 +104,10 @@ def _run(arguments: list[str], state: State) -> int:
         return _failed(state, error.format_message(), Exit.INPUT, error)
     except Failure as error:
         return _failed(state, str(error), error.code, error)
-    except BrokenPipeError:
-        raise
+    except SystemExit as done:  # completion ends so
+        return done.code if isinstance(done.code, int) else Exit.OK
+    except (BrokenPipeError, _NobodyReads) as error:
+        raise BrokenPipeError from error
     except Exception as error:  # noqa: BLE001  the last place where it can become a message
         return _failed(state, *_explained(error), error)
     return code if isinstance(code, int) else Exit.OK
@@ -156,7 +181,7 @@ class _Stderr(logging.StreamHandler[Any]):
 
 
 @contextlib.contextmanager
-def _logging(state: State) -> Any:
+def _logging(state: State) -> Iterator[None]:
     """Show the library's log while a command runs, as much of it as was asked for."""
     logger, handler = logging.getLogger("ejkernel"), _Stderr(state)
     handler.setFormatter(logging.Formatter("%(message)s"))

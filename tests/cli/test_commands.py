@@ -57,7 +57,7 @@ def test_report_of_the_newest_run_and_of_the_store(ej, tuned, tmp_path, monkeypa
     assert json.loads(ej("report", "--json").out)["title"] == "small_model:tuned"
     assert ej("report", "-o", tmp_path / "x.md").code == 0
     assert (tmp_path / "x.md").read_text().startswith("# ")
-    assert "row_sum" in ej("report", "--from-store", "--format", "md").out
+    assert r"row\_sum" in ej("report", "--from-store", "--format", "md").out
     (listed,) = ej("report", "--list", "--json").data
     assert listed["title"] == "small_model:tuned"
     assert ej("report", listed["record"], "--format", "json").code == 0
@@ -69,6 +69,18 @@ def test_tune_writes_a_report_at_once_and_a_record_where_told(ej, tuned, tmp_pat
     assert done.code == 0
     assert page.exists()
     assert json.loads(record.read_text())["ejkernel_run"] == 1
+
+
+def test_a_record_shows_no_password():
+    from ejkernel.cli.records import _without_password
+
+    url = "postgresql://me:hunter22@host/db"
+    typed = ["tune", "a:b", "--store", url, f"--store={url}", "--effort=quick"]
+    shown = _without_password(typed)
+    assert "hunter22" not in " ".join(shown)
+    assert shown[3] == "postgresql+psycopg://me:***@host/db"
+    assert shown[4] == f"--store={shown[3]}"
+    assert shown[5] == "--effort=quick"
 
 
 def test_tune_a_program_of_another_run(ej, tmp_path):
