@@ -225,11 +225,12 @@ def _targets() -> Iterator[Finding]:
 def _native() -> Iterator[Finding]:
     if importlib.util.find_spec("ejkernel.native") is None:
         return
-    from .native import native_status
+    from .native import native_module
 
-    ready, text = native_status()
-    advice = "" if ready else "ejkernel native build"
-    yield Finding("native", "C++ kernels", "ok" if ready else "missing", text, advice)
+    found = native_module().status()
+    advice = "" if found.built else "ejkernel native build makes them now"
+    status = "ok" if found.available else "missing"
+    yield Finding("native", "C++ kernels", status, found.reason, advice if status == "ok" else "")
 
 
 def _crashes() -> Iterator[Finding]:

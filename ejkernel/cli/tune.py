@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import socket
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -183,6 +185,7 @@ def _tuned(
         return tune_invocations(selector, device_fingerprint(), found)
     from ..fleet import tune_on_cluster
 
+    _check_address(cluster.address)
     try:
         return tune_on_cluster(
             selector,
@@ -195,6 +198,17 @@ def _tuned(
         raise Failure(str(error), Exit.MISSING) from error
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise Failure(f"--ray: {in_one_line(error)}") from error
+
+
+def _check_address(address: str | None) -> None:
+    """Refuse a cluster that does not answer: Ray itself would try for many minutes."""
+    match = re.fullmatch(r"(?:ray://)?([^:/]+):(\d+)", address or "")
+    if match is None:
+        return  # `auto`, or nothing: Ray looks for it
+    try:
+        socket.create_connection((match[1], int(match[2])), timeout=10).close()
+    except (OSError, OverflowError) as error:
+        raise Failure(f"--ray-address {address}: no cluster answers there: {error}") from error
 
 
 def _before_and_after(subject: Subject, result: AutotuningResult) -> tuple[BeforeAfter | None, str]:

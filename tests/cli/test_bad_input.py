@@ -206,6 +206,12 @@ def test_numbers_and_choices(ej):
     assert "No such option" in refused(ej("doctor", "--fix"), 2)
 
 
+def test_a_cluster_that_does_not_answer(ej):
+    pytest.importorskip("ray")
+    done = ej("tune", "small_model:tuned", "--ray-address", "127.0.0.1:9")
+    assert "no cluster answers there" in refused(done, 3)
+
+
 def test_an_environment_variable_that_is_not_understood(ej, monkeypatch):
     monkeypatch.setenv("EJKERNEL_OPS_STAMP", "perhaps")
     assert "EJKERNEL_OPS_STAMP='perhaps'" in refused(ej("tune", "small_model:tuned"), 2)
