@@ -120,6 +120,14 @@ AGREEMENT_SECONDS = Variable(
     "in a job of several processes: how long one waits for the config that another one decides; "
     "`0`: each process decides for itself",
 )
+NATIVE = Variable(
+    "EJKERNEL_NATIVE",
+    "auto",
+    "kernels in C++: `auto` (compiled on first use if there is a compiler, then kept), `built` "
+    "(used if `ejkernel native build` has made them), `off`",
+    choices=("auto", "built", "off"),
+)
+CXX = Variable("CXX", "", "the C++ compiler of native kernels; else c++, g++ or clang++")
 
 VARIABLES: tuple[Variable, ...] = (
     CACHE_DIR,
@@ -130,4 +138,6 @@ VARIABLES: tuple[Variable, ...] = (
     PREFIX,
     RECORD,
     AGREEMENT_SECONDS,
+    NATIVE,
+    CXX,
 )
