@@ -8,7 +8,7 @@ import click
 
 from . import options
 from .exits import Exit
-from .output import State, brief, table
+from .output import State, brief, counted, table
 from .programs import read_program
 from .stores import open_place
 
@@ -57,9 +57,8 @@ def labels(state: State, file: str, source: str | None) -> int:
             )
         )
     header = ("operation", "key", "call", "kernel", "stored config")
-    counts = (
-        f"{len(rows)} operations, {sum(row[-1] != '-' for row in rows)} of them stored for {device}"
-    )
+    known = sum(row[-1] != "-" for row in rows)
+    counts = f"{counted(len(rows), 'operation')}, {known} of them stored for {device}"
     state.result(
         {"device": device, "labels": data}, *([table(header, rows)] if rows else []), counts
     )

@@ -94,7 +94,13 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[
     from rich import box
     from rich.table import Table
 
-    made = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, show_edge=False)
+    made = Table(
+        box=box.SIMPLE_HEAD,
+        header_style="bold",
+        pad_edge=False,
+        show_edge=False,
+        show_header=any(header),
+    )
     for number, name in enumerate(header):
         made.add_column(
             name, justify="right" if number in right else "left", overflow="fold", no_wrap=False

@@ -61,7 +61,7 @@ def not_whole(text: str) -> str:
         left = bare.count(opening) - bare.count(closing)
         if left > 0:
             return f'it ends in the middle ({left} "{opening}" are not closed); was it cut off?'
-    if "{" not in bare:
+    if "{" not in bare or (stablehlo and "func.func" not in bare):
         return "it ends after its first line; was it cut off?"
     if hlo and not stablehlo and not re.search(r"^\s*ENTRY\b", text, re.MULTILINE):
         return "it has no ENTRY computation; was it cut off?"

@@ -206,3 +206,20 @@ def test_policy_blocks_of_the_caller_do_not_matter(ej):
     with policy_override(strict=True):
         done = ej("tune", "small_model:tuned", "--effort", "quick", "--no-bench")
     assert done.code == 0, done.err
+
+
+def test_native_kernels_are_told_about(ej, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_NATIVE", "off")
+    done = ej("native", "status")
+    assert done.code == 1
+    assert "turned off" in done.out
+    assert ej("native", "status", "--json").data["available"] is False
+    findings = ej("doctor", "--json").data["findings"]
+    assert any(finding["area"] == "native" for finding in findings)
+
+
+def test_native_kernels_without_a_compiler(ej, monkeypatch):
+    monkeypatch.setattr("ejkernel.native.state.find_compiler", lambda: "there is no C++ compiler")
+    done = ej("native", "build")
+    assert done.code == 5
+    assert "there is no C++ compiler" in done.err

@@ -102,12 +102,12 @@ def test_export_import_and_diff(ej, store, bundle, tmp_path):
     assert done.data["imported"][0]["added"] == 3
     same = ej("configs", "diff", bundle, other)
     assert same.code == 0
-    assert "0 differ, 3 have the same config" in same.out
+    assert "0 different, 3 the same" in same.out
     PersistentCache(other).put(KEY, {"rows": 8})
     PersistentCache(other).remove(("tpu|tpu-v9", "matmul@v2", "0123456789abcdef"))
     done = ej("configs", "diff", bundle, other)
     assert done.code == 1
-    assert "2 differ, 1 have the same config" in done.out
+    assert "2 different, 1 the same" in done.out
     assert f"only in {bundle}" in done.out
     assert "rows=8" in done.out
     data = ej("configs", "diff", bundle, other, "--json").data

@@ -211,7 +211,7 @@ def diff(state: State, first: str, second: str, op: str | None, device: str | No
             }
         )
     same = len({*left, *right}) - len(rows)
-    counts = f"{len(rows)} differ, {same} have the same config"
+    counts = f"{len(rows)} different, {same} the same"
     answer = {"first": places[0].shown, "second": places[1].shown, "same": same, "differ": data}
     header = ("operation", "key", "call", "difference", "first", "second", "device")
     state.result(answer, *([table(header, rows)] if rows else []), counts)
