@@ -70,6 +70,7 @@ class Outcome(Generic[Cfg]):
       clock: whose time that is: the `"device"`'s own, or the `"wall"` clock's.
       sure: the race ended because the winner was sure, not because rounds ran out.
       incomplete: why the run was cut short, or an empty string.
+      took: seconds that the run took, compiling included.
     """
 
     best: Cfg
@@ -80,6 +81,7 @@ class Outcome(Generic[Cfg]):
     clock: str = "wall"
     sure: bool = False
     incomplete: str = ""
+    took: float | None = None
 
     def seconds(self, cfg: Any) -> float | None:
         """The measured time per call of a config."""
@@ -119,6 +121,8 @@ class Outcome(Generic[Cfg]):
             "notes": list(self.notes),
             "sure": self.sure,
             "incomplete": self.incomplete,
+            "took": self.took,
+            "heuristic": None if self.heuristic is None else to_plain(self.heuristic),
             "trials": [trial.to_plain() for trial in self.trials],
         }
 

@@ -1,0 +1,280 @@
+// The gradients of q, k and v, a block of keys against all the rows that see it.
+//
+// A *part* is a run of keys of one head. It belongs to one thread, which alone writes the gradients
+// of these keys and values; what it adds to the gradients of the queries it keeps to itself. If a
+// head has several parts, those are added up at the end, always in the same order.
+#ifndef EJKERNEL_FLASH_BACKWARD_H_
+#define EJKERNEL_FLASH_BACKWARD_H_
+
+#include "problem.h"
+
+namespace ejkernel {
+
+// Blocks of keys are cut into strips in one product and into panels in another.
+constexpr long BOTH = ROWS * COLUMNS / (COLUMNS % ROWS == 0 ? ROWS : ROWS % 4 == 0 ? 4 : 2);
+
+class Backward {
+ public:
+  Backward(const Problem& problem, long block_q, long block_k, long workers)
+      : p(problem),
+        block_q_(round_up(least(least(block_q, MOST_ROWS), p.rows()), ROWS)),
+        block_k_(round_up(least(least(block_k, MOST_KEYS), p.k_len), BOTH)) {
+    // Several parts for each thread, so that all of them are done at about the same time; but not
+    // smaller than they have to be, for each part packs the queries anew.
+    const long blocks = ceil_div(p.k_len, block_k_);
+    parts_ = workers == 1 ? 1 : least(blocks, ceil_div(4 * workers, p.batch * p.kv_heads));
+    blocks_per_part_ = ceil_div(blocks, parts_);
+    parts_ = ceil_div(blocks, blocks_per_part_);
+  }
+
+  Array out, dout, dq, dk, dv;
+  const float *lse, *dlse;
+
+  long parts() const { return p.batch * p.kv_heads * parts_; }
+  bool has_partial_sums() const { return parts_ > 1; }
+  long padded_rows() const { return round_up(p.rows(), ROWS); }
+  long dq_size() const { return padded_rows() * p.padded_dim; }
+  long partial_size() const { return has_partial_sums() ? parts() * dq_size() : 0; }
+  long scratch_size() const { return Memory(*this, nullptr).size; }
+
+  void differentiate(float* scratch, float* partial, long item) const {
+    const long head = item / parts_, b = head / p.kv_heads, h = head % p.kv_heads;
+    const long begin = item % parts_ * blocks_per_part_ * block_k_;
+    const long end = least(p.k_len, begin + blocks_per_part_ * block_k_);
+    Memory m(*this, scratch);
+    if (has_partial_sums()) m.dq = partial + item * dq_size();
+    memset(m.dq, 0, dq_size() * sizeof(float));
+    const Span rows = rows_that_see(b, begin, end);
+    if (rows.begin < rows.end) read_rows(m, b, h, rows);
+    for (long key = begin; key < end; key += block_k_) add_block(m, b, h, key, end);
+    if (!has_partial_sums())
+      for (long row = 0; row < p.rows(); row++) write_dq(m.dq + row * p.padded_dim, b, h, row);
+  }
+
+  // Adds up what the parts of a head found for one query row after the other.
+  long sums() const { return has_partial_sums() ? p.batch * p.kv_heads * ceil_div(p.rows(), 64) : 0; }
+  void add_parts(float* partial, long item) const {
+    const long blocks = ceil_div(p.rows(), 64), head = item / blocks;
+    const long first = item % blocks * 64;
+    for (long row = first; row < least(first + 64, p.rows()); row++) {
+      float* total = partial + head * parts_ * dq_size() + row * p.padded_dim;
+      for (long part = 1; part < parts_; part++)
+        for (long d = 0; d < p.padded_dim; d++) total[d] += total[part * dq_size() + d];
+      write_dq(total, head / p.kv_heads, head % p.kv_heads, row);
+    }
+  }
+
+  static constexpr long MOST_ROWS = 384;
+
+ private:
+  struct Span {
+    long begin, end;
+  };
+
+  // The pieces of a thread's memory.
+  struct Memory {
+    float *q_strips, *q_panels, *dout_strips, *dout_panels, *lse, *delta, *dq;
+    float *k_transposed, *v_transposed, *k_panels, *dk, *dv, *weights, *slopes, *line;
+    long size = 0;
+
+    Memory(const Backward& pass, float* from) {
+      const Problem& p = pass.p;
+      const long rows = pass.padded_rows(), keys = pass.block_k_;
+      auto take = [&](float*& piece, long floats) {
+        piece = from + size;
+        size += Scratch::padded(floats);
+      };
+      take(q_strips, rows * p.dim);
+      take(q_panels, rows * p.padded_dim);
+      take(dout_strips, rows * p.value_dim);
+      take(dout_panels, rows * p.padded_value_dim);
+      take(lse, rows);
+      take(delta, rows);
+      take(dq, pass.has_partial_sums() ? 0 : pass.dq_size());
+      take(k_transposed, keys * p.dim);
+      take(v_transposed, keys * p.value_dim);
+      take(k_panels, keys * p.padded_dim);
+      take(dk, keys * p.padded_dim);
+      take(dv, keys * p.padded_value_dim);
+      take(weights, pass.block_q_ * TILE);
+      take(slopes, pass.block_q_ * TILE);
+      take(line, most(COLUMNS, 2) * most(p.padded_dim, p.padded_value_dim));
+    }
+  };
+
+  // Whole strips of rows that may see keys [begin, end): what rows see moves on with the rows.
+  Span rows_that_see(long b, long begin, long end) const {
+    long first = 0, last = p.queries_of(b) * p.group;
+    if (begin >= p.keys_of(b)) return {0, 0};
+    long earliest = 0;
+    if (p.causal) earliest = begin;
+    if (p.right >= 0) earliest = most(earliest, begin - p.right);
+    first = least(last, earliest * p.group);
+    if (p.left >= 0) last = least(last, (end + p.left) * p.group);
+    return {first / ROWS * ROWS, round_up(last, ROWS)};
+  }
+
+  void read_rows(const Memory& m, long b, long h, Span span) const {
+    const long last = least(span.end, p.rows()), first = span.begin;
+    const Rows q = p.query_rows(p.q, b, h, p.dim);
+    const Rows d_out = p.query_rows(dout, b, h, p.value_dim);
+    const Rows o = p.query_rows(out, b, h, p.value_dim);
+    pack_strips(m.q_strips + first * p.dim, q, first, last, m.line, p.scale * LOG2_E);
+    pack_panels(m.q_panels + first * COLUMNS, padded_rows() * COLUMNS, q, first, last, m.line,
+                p.scale);
+    pack_strips(m.dout_strips + first * p.value_dim, d_out, first, last, m.line);
+    pack_panels(m.dout_panels + first * COLUMNS, padded_rows() * COLUMNS, d_out, first, last,
+                m.line);
+    for (long row = last; row < span.end; row++) {  // of a last strip that is not full
+      for (long d = 0; d < p.padded_dim; d += COLUMNS)
+        memset(m.q_panels + d * padded_rows() + row * COLUMNS, 0, COLUMNS * sizeof(float));
+      for (long d = 0; d < p.padded_value_dim; d += COLUMNS)
+        memset(m.dout_panels + d * padded_rows() + row * COLUMNS, 0, COLUMNS * sizeof(float));
+      m.lse[row] = INFINITE, m.delta[row] = 0;
+    }
+    float* other = m.line + p.padded_value_dim;
+    for (long row = first; row < last; row++) {
+      d_out.read(m.line, row), o.read(other, row);
+      float delta = 0;
+      for (long d = 0; d < p.value_dim; d++) delta += m.line[d] * other[d];
+      const long at = p.lse_at(b, h, row);
+      m.delta[row] = delta - (dlse ? dlse[at] : 0);
+      // A row that sees nothing has no weights: 2^(score - infinity).
+      m.lse[row] = lse[at] == -INFINITE ? INFINITE : lse[at] * LOG2_E;
+    }
+  }
+
+  void add_block(const Memory& m, long b, long h, long key, long part_end) const {
+    const long end = least(key + block_k_, part_end), count = end - key;
+    const Rows k = p.key_rows(p.k, b, h, p.dim), v = p.key_rows(p.v, b, h, p.value_dim);
+    memset(m.dk, 0, block_k_ * p.padded_dim * sizeof(float));
+    memset(m.dv, 0, block_k_ * p.padded_value_dim * sizeof(float));
+    const Span rows = rows_that_see(b, key, end);
+    if (rows.begin < rows.end) {
+      pack_transposed(m.k_transposed, k, key, end, m.line);
+      pack_transposed(m.v_transposed, v, key, end, m.line);
+      pack_panels(m.k_panels, block_k_ * COLUMNS, k, key, end, m.line, p.scale);
+      for (long i = count; i < round_up(count, COLUMNS); i++)
+        for (long d = 0; d < p.padded_dim; d += COLUMNS)
+          memset(m.k_panels + d * block_k_ + i * COLUMNS, 0, COLUMNS * sizeof(float));
+    }
+    for (long row = rows.begin; row < rows.end; row += block_q_)
+      add_tile(m, b, row, least(row + block_q_, rows.end), key, end);
+    for (long i = 0; i < count; i++) {
+      write_row(dk.data, dk.type, k.at(key + i), p.dim, m.dk + i * p.padded_dim);
+      write_row(dv.data, dv.type, v.at(key + i), p.value_dim, m.dv + i * p.padded_value_dim);
+    }
+  }
+
+  void add_tile(const Memory& m, long b, long first, long last, long key, long key_end) const {
+    StripMask masks[MOST_ROWS / ROWS];
+    const long strips = (last - first) / ROWS;
+    bool any = false;
+    for (long s = 0; s < strips; s++) {
+      masks[s] = StripMask(p, b, first + s * ROWS);
+      any = any || (masks[s].begin < key_end && masks[s].end > key);
+    }
+    if (!any) return;
+    const long width = round_up(key_end - key, COLUMNS);
+    any = false;
+    for (long c = 0; c < width; c += COLUMNS)
+      for (long s = 0; s < strips; s++) {
+        const bool seen = masks[s].sees(key + c);
+        if (seen)
+          weigh(m, first + s * ROWS, s * ROWS, key, c, masks[s]);
+        else
+          clear_scores(m, s * ROWS, c);
+        any = any || seen;
+      }
+    if (!any) return;
+    // Strips of keys may reach beyond the last panel.
+    for (long c = width; c < round_up(width, ROWS); c++)
+      for (long r = 0; r < last - first; r++) m.weights[r * TILE + c] = m.slopes[r * TILE + c] = 0;
+    for (long c = 0; c < key_end - key; c += ROWS) {
+      const Span rows = rows_that_see(b, key + c, least(key + c + ROWS, key_end));
+      const long from = most(rows.begin, first), until = least(rows.end, last);
+      if (from >= until) continue;
+      const long at = (from - first) * TILE + c;
+      add_products(m.dv + c * p.padded_value_dim, p.padded_value_dim, m.weights + at, m.dout_panels,
+                   from, until);
+      add_products(m.dk + c * p.padded_dim, p.padded_dim, m.slopes + at, m.q_panels, from, until);
+    }
+    for (long s = 0; s < strips; s++) {
+      const long from = most(0, masks[s].begin / COLUMNS * COLUMNS - key);
+      const long until = least(width, round_up(masks[s].end, COLUMNS) - key);
+      if (from >= until) continue;
+      float* sums = m.dq + (first + s * ROWS) * p.padded_dim;
+      for (long d = 0; d < p.padded_dim; d += COLUMNS) {
+        Sums found;
+        load_sums(found, sums + d, p.padded_dim);
+        multiply_tile_rows(found, m.slopes + s * ROWS * TILE + from,
+                           m.k_panels + d * block_k_ + from * COLUMNS, until - from);
+        store_sums(found, sums + d, p.padded_dim);
+      }
+    }
+  }
+
+  // sums += (a strip of the tile's columns)ᵀ * rows [from, until) of panels.
+  EJ_INLINE void add_products(float* sums, long width, const float* tile, const float* panels,
+                              long from, long until) const {
+    for (long d = 0; d < width; d += COLUMNS) {
+      Sums found;
+      load_sums(found, sums + d, width);
+      multiply_tile_columns(found, tile, panels + d * padded_rows() + from * COLUMNS, until - from);
+      store_sums(found, sums + d, width);
+    }
+  }
+
+  // The weights of a strip of rows and a panel of keys, and the slopes of the loss in its scores.
+  void weigh(const Memory& m, long row, long tile_row, long key, long c,
+             const StripMask& mask) const {
+    float* weights = m.weights + tile_row * TILE + c;
+    float* slopes = m.slopes + tile_row * TILE + c;
+    Sums found;
+    clear(found);
+    multiply_strip(found, m.q_strips + row * p.dim, m.k_transposed + c * p.dim, p.dim);
+    const bool capped = p.soft_cap != 0;
+    if (__builtin_expect(capped, 0)) cap(found, slopes);
+    if (__builtin_expect(mask.hides_some_of(key + c), 0)) mask.hide(found, key + c);
+    EJ_UNROLL for (int r = 0; r < ROWS; r++)
+      EJ_UNROLL for (int j = 0; j < VECTORS; j++)
+        store(weights + r * TILE + j * LANES, exp2(found[r][j] - m.lse[row + r]));
+    clear(found);
+    multiply_strip(found, m.dout_strips + row * p.value_dim, m.v_transposed + c * p.value_dim,
+                   p.value_dim);
+    EJ_UNROLL for (int r = 0; r < ROWS; r++)
+      EJ_UNROLL for (int j = 0; j < VECTORS; j++) {
+        vec slope = load(weights + r * TILE + j * LANES) * (found[r][j] - m.delta[row + r]);
+        if (__builtin_expect(capped, 0)) slope *= load(slopes + r * TILE + j * LANES);
+        store(slopes + r * TILE + j * LANES, slope);
+      }
+  }
+
+  // Caps scores; leaves the derivative of the cap where the slopes will be.
+  __attribute__((noinline)) void cap(Sums& scores, float* derivative) const {
+    for (int r = 0; r < ROWS; r++)
+      for (int j = 0; j < VECTORS; j++) {
+        vec t = tanh(scores[r][j] * (LN_2 / p.soft_cap));
+        scores[r][j] = t * (p.soft_cap * LOG2_E);
+        store(derivative + r * TILE + j * LANES, 1.0f - t * t);
+      }
+  }
+
+  void clear_scores(const Memory& m, long tile_row, long c) const {
+    Sums zeros;
+    clear(zeros);
+    store_sums(zeros, m.weights + tile_row * TILE + c, TILE);
+    store_sums(zeros, m.slopes + tile_row * TILE + c, TILE);
+  }
+
+  void write_dq(const float* from, long b, long h, long row) const {
+    write_row(dq.data, dq.type, p.query_rows(dq, b, h, p.dim).at(row), p.dim, from);
+  }
+
+  const Problem& p;
+  long block_q_, block_k_, parts_, blocks_per_part_;
+};
+
+}  // namespace ejkernel
+
+#endif

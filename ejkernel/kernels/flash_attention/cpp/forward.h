@@ -1,0 +1,222 @@
+// Attention: the output and the log-sum-exp, a block of query rows at a time.
+#ifndef EJKERNEL_FLASH_FORWARD_H_
+#define EJKERNEL_FLASH_FORWARD_H_
+
+#include "problem.h"
+
+namespace ejkernel {
+
+// A row's weights are powers of two of its scores less a reference score, by rights the largest so
+// far. It is kept as long as no score is further above it than this: then nothing has to be scaled
+// anew, and the scores turn into weights while they are still in registers.
+constexpr float FAR_ABOVE = 24;
+
+class Forward {
+ public:
+  Forward(const Problem& problem, long block_q, long block_k)
+      : p(problem),
+        block_q_(round_up(least(least(block_q, MOST_STRIPS * ROWS), p.rows()), ROWS)),
+        block_k_(round_up(least(least(block_k, MOST_KEYS), p.k_len), COLUMNS)) {}
+
+  Array out, lse;
+
+  // --- memory, in numbers ---
+  long packed_keys() const { return p.padded_keys * p.dim; }
+  long packed_values() const { return p.padded_keys * p.padded_value_dim; }
+  long packed_size() const {
+    return p.batch * p.kv_heads * (packed_keys() + packed_values());
+  }
+  long scratch_size() const {
+    return Scratch::padded(block_q_ * p.dim) + Scratch::padded(block_q_ * p.padded_value_dim) +
+           ROWS * TILE + Scratch::padded(COLUMNS * most(p.dim, p.padded_value_dim));
+  }
+
+  // --- first all keys and values are packed, then rows are worked on ---
+  long packing_items() const { return p.batch * p.kv_heads * ceil_div(p.padded_keys, KEYS_PER_ITEM); }
+  long row_items() const { return p.batch * p.kv_heads * row_blocks(); }
+
+  void pack(float* packed, float* scratch, long item) const {
+    const long parts = ceil_div(p.padded_keys, KEYS_PER_ITEM);
+    const long head = item / parts, begin = item % parts * KEYS_PER_ITEM;
+    const long b = head / p.kv_heads, h = head % p.kv_heads;
+    const long end = least(p.k_len, begin + KEYS_PER_ITEM);
+    float* keys = packed + head * (packed_keys() + packed_values());
+    float* values = keys + packed_keys();
+    pack_transposed(keys + begin * p.dim, p.key_rows(p.k, b, h, p.dim), begin, end, scratch);
+    pack_panels(values + begin * COLUMNS, p.padded_keys * COLUMNS,
+                p.key_rows(p.v, b, h, p.value_dim), begin, end, scratch);
+    for (long key = end; key < least(p.padded_keys, begin + KEYS_PER_ITEM); key++)
+      for (long d = 0; d < p.padded_value_dim; d += COLUMNS)
+        memset(values + d / COLUMNS * p.padded_keys * COLUMNS + key * COLUMNS, 0,
+               COLUMNS * sizeof(float));
+  }
+
+  void attend(const float* packed, float* scratch, long item) const {
+    const long head = item / row_blocks();
+    // The last rows see the most keys: they come first, so that none is left over at the end.
+    const long first = (row_blocks() - 1 - item % row_blocks()) * block_q_;
+    const long b = head / p.kv_heads, h = head % p.kv_heads;
+    const long last = least(first + block_q_, p.rows());
+    const float* keys = packed + head * (packed_keys() + packed_values());
+    const float* values = keys + packed_keys();
+
+    float* strips = scratch;
+    float* sums = strips + Scratch::padded(block_q_ * p.dim);
+    float* tile = sums + Scratch::padded(block_q_ * p.padded_value_dim);
+    float* line = tile + ROWS * TILE;
+
+    pack_strips(strips, p.query_rows(p.q, b, h, p.dim), first, last, line, p.scale * LOG2_E);
+    const long count = ceil_div(last - first, ROWS);
+    Strip found[MOST_STRIPS];
+    StripMask masks[MOST_STRIPS];
+    memset(sums, 0, count * ROWS * p.padded_value_dim * sizeof(float));
+    long begin = p.k_len, end = 0;
+    for (long s = 0; s < count; s++) {
+      masks[s] = StripMask(p, b, first + s * ROWS);
+      begin = least(begin, masks[s].begin), end = most(end, masks[s].end);
+    }
+    for (long key = begin / COLUMNS * COLUMNS; key < end; key += block_k_)
+      for (long s = 0; s < count; s++) {
+        const StripMask& mask = masks[s];
+        long from = most(key, mask.begin / COLUMNS * COLUMNS);
+        long until = least(key + block_k_, round_up(mask.end, COLUMNS));
+        while (from < until && !mask.sees(from)) from += COLUMNS;
+        while (from < until && !mask.sees(until - COLUMNS)) until -= COLUMNS;
+        if (from < until)
+          add_keys(found[s], strips + s * ROWS * p.dim, sums + s * ROWS * p.padded_value_dim, keys,
+                   values, from, until, mask, tile);
+      }
+    for (long row = first; row < last; row++)
+      finish(found[(row - first) / ROWS], (row - first) % ROWS,
+             sums + (row - first) * p.padded_value_dim, b, h, row);
+  }
+
+  long block_q() const { return block_q_; }
+
+  static constexpr long KEYS_PER_ITEM = COLUMNS * 16;
+  static constexpr long MOST_STRIPS = 64;
+
+ private:
+  // What the rows of a strip remember of the keys they met: relative to `reference`, the sum of
+  // the weights, still spread over the lanes.
+  struct Strip {
+    float reference[ROWS];
+    vec total[ROWS];
+    bool settled = false;  // every row has met a key
+    Strip() {
+      for (int r = 0; r < ROWS; r++) reference[r] = -INFINITE, total[r] = vec{};
+    }
+  };
+
+  long row_blocks() const { return ceil_div(p.rows(), block_q_); }
+
+  EJ_INLINE void score(Sums& scores, const float* strip, const float* keys, long key,
+                       const StripMask& mask) const {
+    clear(scores);
+    multiply_strip(scores, strip, keys + key * p.dim, p.dim);
+    if (__builtin_expect(p.soft_cap != 0, 0)) cap(scores);
+    if (__builtin_expect(mask.hides_some_of(key), 0)) mask.hide(scores, key);
+  }
+
+  __attribute__((noinline)) void cap(Sums& scores) const {
+    for (int r = 0; r < ROWS; r++)
+      for (int j = 0; j < VECTORS; j++)
+        scores[r][j] = tanh(scores[r][j] * (LN_2 / p.soft_cap)) * (p.soft_cap * LOG2_E);
+  }
+
+  void add_keys(Strip& strip, const float* queries, float* sums, const float* keys,
+                const float* values, long from, long until, const StripMask& mask,
+                float* tile) const {
+    float shrink[ROWS];
+    const bool same = strip.settled && weigh(strip, queries, keys, from, until, mask, tile);
+    if (!same) weigh_anew(strip, queries, keys, from, until, mask, tile, shrink);
+    for (long d = 0; d < p.padded_value_dim; d += COLUMNS) {
+      Sums found;
+      load_sums(found, sums + d, p.padded_value_dim);
+      if (!same)
+        EJ_UNROLL for (int r = 0; r < ROWS; r++)
+          EJ_UNROLL for (int j = 0; j < VECTORS; j++) found[r][j] *= shrink[r];
+      multiply_tile_rows(found, tile, values + d * p.padded_keys + from * COLUMNS, until - from);
+      store_sums(found, sums + d, p.padded_value_dim);
+    }
+  }
+
+  // The tile's weights relative to the references; false, and nothing is changed, if one is too large.
+  bool weigh(Strip& strip, const float* queries, const float* keys, long from, long until,
+             const StripMask& mask, float* tile) const {
+    vec total[ROWS];
+    EJ_UNROLL for (int r = 0; r < ROWS; r++) total[r] = strip.total[r];
+    vec top = vec{};
+    for (long key = from; key < until; key += COLUMNS) {
+      Sums scores;
+      score(scores, queries, keys, key, mask);
+      EJ_UNROLL for (int r = 0; r < ROWS; r++)
+        EJ_UNROLL for (int j = 0; j < VECTORS; j++) {
+          vec score = scores[r][j] - strip.reference[r];
+          top = larger(score, top);
+          vec weight = exp2(score);
+          total[r] += weight;
+          store(tile + r * TILE + key - from + j * LANES, weight);
+        }
+    }
+    if (largest(top) > FAR_ABOVE) return false;
+    EJ_UNROLL for (int r = 0; r < ROWS; r++) strip.total[r] = total[r];
+    return true;
+  }
+
+  // The same relative to new references; `shrink` is what earlier sums have to be multiplied by.
+  __attribute__((noinline)) void weigh_anew(Strip& strip, const float* queries, const float* keys,
+                                            long from, long until, const StripMask& mask,
+                                            float* tile, float* shrink) const {
+    vec top[ROWS];
+    for (int r = 0; r < ROWS; r++) top[r] = all(-INFINITE);
+    for (long key = from; key < until; key += COLUMNS) {
+      Sums scores;
+      score(scores, queries, keys, key, mask);
+      for (int r = 0; r < ROWS; r++)
+        for (int j = 0; j < VECTORS; j++) top[r] = larger(scores[r][j], top[r]);
+      store_sums(scores, tile + key - from, TILE);
+    }
+    strip.settled = true;
+    for (int r = 0; r < ROWS; r++) {
+      const float before = strip.reference[r], block = largest(top[r]);
+      const float reference = block > before ? block : before;
+      const float shift = reference == -INFINITE ? 0 : reference;
+      strip.settled = strip.settled && reference != -INFINITE;
+      strip.reference[r] = reference;
+      shrink[r] = exp2(all(before - shift))[0];
+      vec total = strip.total[r] * shrink[r];
+      float* row = tile + r * TILE;
+      for (long c = 0; c < until - from; c += LANES) {
+        vec weight = exp2(load(row + c) - shift);
+        store(row + c, weight);
+        total += weight;
+      }
+      strip.total[r] = total;
+    }
+  }
+
+  void finish(const Strip& strip, long r, const float* sums, long b, long h, long row) const {
+    float total = sum(strip.total[r]), reference = strip.reference[r];
+    float shrink = 1;
+    if (p.sinks && reference != -INFINITE) {
+      // One more key, which has no value.
+      const float sink = p.sinks[h * p.group + row % p.group] * LOG2_E;
+      const float shift = sink > reference ? sink : reference;
+      shrink = __builtin_exp2f(reference - shift);
+      total = total * shrink + __builtin_exp2f(sink - shift);
+      reference = shift;
+    }
+    const Rows rows = p.query_rows(out, b, h, p.value_dim);
+    write_row(out.data, out.type, rows.at(row), p.value_dim, sums, total == 0 ? 0 : shrink / total);
+    static_cast<float*>(lse.data)[p.lse_at(b, h, row)] =
+        total == 0 ? -INFINITE : reference * LN_2 + __builtin_logf(total);
+  }
+
+  const Problem& p;
+  long block_q_, block_k_;
+};
+
+}  // namespace ejkernel
+
+#endif

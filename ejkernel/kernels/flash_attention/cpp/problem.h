@@ -1,0 +1,166 @@
+// The sizes and options of a call, and which keys a query sees.
+#ifndef EJKERNEL_FLASH_PROBLEM_H_
+#define EJKERNEL_FLASH_PROBLEM_H_
+
+#include "tiles.h"
+
+namespace ejkernel {
+
+// Keys [begin, end) that a query sees; segments may take some of them away.
+struct Seen {
+  int32_t begin, end;
+};
+
+struct Problem {
+  long batch, q_len, k_len, heads, kv_heads, group, dim, value_dim;
+  long padded_keys, padded_dim, padded_value_dim;
+  bool causal;
+  long left, right;  // of the window; below 0: no limit
+  float scale, soft_cap;  // 0: no cap
+  Array q, k, v;
+  const int32_t *q_lengths, *kv_lengths, *q_segments, *k_segments;  // or null
+  const float* sinks;                                               // or null
+
+  // The rows of a key head: its queries, each with all the heads of the group.
+  long rows() const { return q_len * group; }
+  bool has_segments() const { return q_segments != nullptr; }
+
+  Rows query_rows(const Array& x, long b, long h, long width) const {
+    return {x.data, x.type, width, (b * q_len * heads + h * group) * width, heads * width, group};
+  }
+  Rows key_rows(const Array& x, long b, long h, long width) const {
+    return {x.data, x.type, width, (b * k_len * kv_heads + h) * width, kv_heads * width, 1};
+  }
+  long lse_at(long b, long h, long row) const {
+    return (b * heads + h * group + row % group) * q_len + row / group;
+  }
+
+  long queries_of(long b) const {
+    return q_lengths ? most(0, least(q_len, q_lengths[b])) : q_len;
+  }
+  long keys_of(long b) const { return kv_lengths ? most(0, least(k_len, kv_lengths[b])) : k_len; }
+
+  Seen seen(long b, long row) const {
+    const long i = row / group;
+    if (i >= queries_of(b)) return {0, 0};
+    long begin = left >= 0 ? most(0, i - left) : 0;
+    long end = keys_of(b);
+    if (causal) end = least(end, i + 1);
+    if (right >= 0) end = least(end, i + right + 1);
+    return {int32_t(least(begin, end)), int32_t(end)};
+  }
+  int32_t q_segment(long b, long row) const { return q_segments[b * q_len + row / group]; }
+
+  // Reads what both handlers have in common; null if all is well, else what is wrong.
+  const char* read(const Call& call) {
+    q = call.argument(0), k = call.argument(1), v = call.argument(2);
+    if (q.rank < 4 || k.rank != q.rank || v.rank != q.rank) return "q, k, v must have four axes";
+    if (q.type == Type::other || q.type == Type::int32 || k.type != q.type || v.type != q.type)
+      return "q, k, v must be float32, bfloat16 or float16, all of them the same";
+    q_len = q.last(3), heads = q.last(2), dim = q.last(1);
+    k_len = k.last(3), kv_heads = k.last(2), value_dim = v.last(1);
+    if (!q_len || !k_len || !heads || !kv_heads || heads % kv_heads || k.last(1) != dim ||
+        v.last(3) != k_len || v.last(2) != kv_heads)
+      return "the shapes of q, k and v do not belong together";
+    batch = q.size() / (q_len * heads * dim);
+    group = heads / kv_heads;
+    padded_keys = round_up(k_len, COLUMNS);
+    padded_dim = round_up(dim, COLUMNS);
+    padded_value_dim = round_up(value_dim, COLUMNS);
+    causal = call.integer("causal");
+    left = call.integer("left", -1), right = call.integer("right", -1);
+    scale = call.number("scale"), soft_cap = call.number("soft_cap");
+    q_lengths = optional<int32_t>(call.argument(3));
+    kv_lengths = optional<int32_t>(call.argument(4));
+    q_segments = optional<int32_t>(call.argument(5));
+    k_segments = optional<int32_t>(call.argument(6));
+    return nullptr;
+  }
+
+  // An option that is not given comes as an array without numbers.
+  template <typename T>
+  static const T* optional(const Array& x) {
+    return x.size() ? static_cast<const T*>(x.data) : nullptr;
+  }
+};
+
+// Smallest and largest segment of some rows or keys.
+struct Segments {
+  int32_t least, most;
+  bool disjoint(Segments other) const { return most < other.least || other.most < least; }
+  bool one() const { return least == most; }
+};
+
+inline Segments segments_of(const int32_t* ids, long count) {
+  Segments found{ids[0], ids[0]};
+  for (long i = 1; i < count; i++) {
+    found.least = ids[i] < found.least ? ids[i] : found.least;
+    found.most = ids[i] > found.most ? ids[i] : found.most;
+  }
+  return found;
+}
+
+// What is seen by the ROWS rows of a strip, and how to hide the rest.
+struct StripMask {
+  Seen seen[ROWS];
+  int32_t segment[ROWS];
+  Segments own;
+  long begin, end;          // keys that any row sees
+  long all_begin, all_end;  // keys that all rows see
+  const int32_t* ids;       // segments of the keys, or null
+  long k_len;
+
+  StripMask() = default;
+  StripMask(const Problem& p, long b, long row) {
+    ids = p.has_segments() ? p.k_segments + b * p.k_len : nullptr;
+    k_len = p.k_len;
+    begin = all_end = p.k_len, end = all_begin = 0;
+    for (long r = 0; r < ROWS; r++) {
+      // Rows that only fill up the strip see what the last real one sees.
+      const long real = ejkernel::least(row + r, p.rows() - 1);
+      seen[r] = p.seen(b, real);
+      segment[r] = ids ? p.q_segment(b, real) : 0;
+      if (seen[r].begin < seen[r].end) {
+        begin = ejkernel::least(begin, seen[r].begin), end = ejkernel::most(end, seen[r].end);
+      }
+      all_begin = ejkernel::most(all_begin, seen[r].begin);
+      all_end = ejkernel::least(all_end, seen[r].end);
+    }
+    if (ids) own = segments_of(segment, ROWS);
+  }
+
+  bool sees(long key) const {
+    return key < end && key + COLUMNS > begin && !(ids && own.disjoint(of_keys(key)));
+  }
+  bool hides_some_of(long key) const {
+    if (key < all_begin || key + COLUMNS > all_end) return true;
+    if (ids == nullptr) return false;
+    const Segments keys = of_keys(key);
+    return !own.one() || !keys.one() || own.least != keys.least;
+  }
+
+  // Scores of keys [key, key + COLUMNS) that are not seen become minus infinity.
+  EJ_INLINE void hide(Sums& scores, long key) const {
+    for (int r = 0; r < ROWS; r++)
+      for (int j = 0; j < VECTORS; j++)
+        scores[r][j] = select(visible(r, key + j * LANES), scores[r][j], all(-INFINITE));
+  }
+
+ private:
+  Segments of_keys(long key) const {
+    return segments_of(ids + key, ejkernel::least(COLUMNS, k_len - key));
+  }
+
+  EJ_INLINE ivec visible(int r, long key) const {
+    ivec keys = counting() + int32_t(key);
+    ivec mask = (keys >= all(seen[r].begin)) & (keys < all(seen[r].end));
+    if (ids == nullptr) return mask;
+    ivec found = {};
+    for (long c = 0; c < LANES && key + c < k_len; c++) found[c] = ids[key + c];
+    return mask & (found == all(segment[r]));
+  }
+};
+
+}  // namespace ejkernel
+
+#endif

@@ -1,0 +1,139 @@
+// Products of small matrices that live in registers, and the layouts they read.
+//
+// A product of (ROWS x depth) and (depth x COLUMNS) keeps its result in registers and reads, per
+// step of the depth, COLUMNS numbers of the right matrix and ROWS of the left one.
+//
+// Right matrices are kept in *panels*: COLUMNS columns after each other, each panel row by row, so
+// that a product reads one line after the next. Left matrices are kept in *strips* of ROWS rows,
+// column by column; or they are the score tile, read along its rows or along its columns.
+#ifndef EJKERNEL_FLASH_TILES_H_
+#define EJKERNEL_FLASH_TILES_H_
+
+#include "ejkernel_numbers.h"
+#include "ejkernel_simd.h"
+
+namespace ejkernel {
+
+// As many sums as the registers hold beside a line of the right and a number of the left matrix.
+constexpr long VECTORS = REGISTERS == 32 && LANES == 4 ? 4 : 2;
+constexpr long ROWS = REGISTERS == 32 && VECTORS == 2 ? 12 : 6;
+constexpr long COLUMNS = VECTORS * LANES;
+
+// The score tile's row length. It is a constant, so that products along its rows need no more
+// address arithmetic than others, and no multiple of 4096 bytes, so that rows do not collide in
+// the cache.
+constexpr long MOST_KEYS = 480;
+constexpr long TILE = MOST_KEYS + 48;
+
+EJ_INLINE constexpr long ceil_div(long a, long b) { return (a + b - 1) / b; }
+EJ_INLINE constexpr long round_up(long a, long b) { return ceil_div(a, b) * b; }
+EJ_INLINE constexpr long least(long a, long b) { return a < b ? a : b; }
+EJ_INLINE constexpr long most(long a, long b) { return a > b ? a : b; }
+
+typedef vec Sums[ROWS][VECTORS];
+
+EJ_INLINE void clear(Sums& sums) {
+  EJ_UNROLL for (int r = 0; r < ROWS; r++)
+    EJ_UNROLL for (int j = 0; j < VECTORS; j++) sums[r][j] = vec{};
+}
+
+EJ_INLINE void load_sums(Sums& sums, const float* from, long stride) {
+  EJ_UNROLL for (int r = 0; r < ROWS; r++)
+    EJ_UNROLL for (int j = 0; j < VECTORS; j++) sums[r][j] = load(from + r * stride + j * LANES);
+}
+
+EJ_INLINE void store_sums(const Sums& sums, float* to, long stride) {
+  EJ_UNROLL for (int r = 0; r < ROWS; r++)
+    EJ_UNROLL for (int j = 0; j < VECTORS; j++) store(to + r * stride + j * LANES, sums[r][j]);
+}
+
+// sums += left * panel. Number (r, k) of the left matrix is at left[r * ROW + k * STEP].
+template <long ROW, long STEP>
+EJ_INLINE void multiply(Sums& sums, const float* left, const float* panel, long depth) {
+  for (long k = 0; k < depth; k++) {
+    vec line[VECTORS];
+    EJ_UNROLL for (int j = 0; j < VECTORS; j++) line[j] = load(panel + j * LANES);
+    EJ_UNROLL for (int r = 0; r < ROWS; r++) {
+      vec number = all(left[r * ROW]);
+      EJ_UNROLL for (int j = 0; j < VECTORS; j++) sums[r][j] += number * line[j];
+    }
+    left += STEP;
+    panel += COLUMNS;
+  }
+}
+
+EJ_INLINE void multiply_strip(Sums& sums, const float* strip, const float* panel, long depth) {
+  multiply<1, ROWS>(sums, strip, panel, depth);
+}
+EJ_INLINE void multiply_tile_rows(Sums& sums, const float* tile, const float* panel, long depth) {
+  multiply<TILE, 1>(sums, tile, panel, depth);
+}
+EJ_INLINE void multiply_tile_columns(Sums& sums, const float* tile, const float* panel,
+                                     long depth) {
+  multiply<1, TILE>(sums, tile, panel, depth);
+}
+
+// --- layouts ------------------------------------------------------------------------------------
+
+// The rows of one matrix among the arrays of a call: row r begins at number `at(r)`.
+struct Rows {
+  const void* data;
+  Type type;
+  long width;
+  long first;         // where row 0 begins
+  long query_stride;  // from row r to row r + group
+  long group;         // rows of one query lie behind each other
+
+  long at(long r) const { return first + r / group * query_stride + r % group * width; }
+  void read(float* to, long r, float factor = 1) const {
+    read_row(to, data, type, at(r), width, factor);
+  }
+};
+
+// Rows [begin, end), as the *columns* of panels: (end - begin) / COLUMNS panels of (width, COLUMNS).
+// `line` has room for COLUMNS rows.
+inline void pack_transposed(float* panels, const Rows& rows, long begin, long end, float* line) {
+  const long width = rows.width;
+  for (long k = begin; k < end; k += COLUMNS) {
+    const long filled = least(COLUMNS, end - k);
+    for (long c = 0; c < filled; c++) rows.read(line + c * width, k + c);
+    for (long c = filled; c < COLUMNS; c++) memset(line + c * width, 0, width * sizeof(float));
+    for (long d = 0; d < width; d++)
+      EJ_UNROLL for (long c = 0; c < COLUMNS; c++) panels[d * COLUMNS + c] = line[c * width + d];
+    panels += width * COLUMNS;
+  }
+}
+
+// Rows [begin, end) as rows of panels, each `stride` numbers from the next; `line` has room for
+// a row that is rounded up to whole panels.
+inline void pack_panels(float* panels, long stride, const Rows& rows, long begin, long end,
+                        float* line, float factor = 1) {
+  const long padded = round_up(rows.width, COLUMNS);
+  for (long d = rows.width; d < padded; d++) line[d] = 0;
+  for (long r = begin; r < end; r++) {
+    rows.read(line, r, factor);
+    for (long d = 0; d < padded; d += COLUMNS)
+      memcpy(panels + d / COLUMNS * stride + (r - begin) * COLUMNS, line + d,
+             COLUMNS * sizeof(float));
+  }
+}
+
+// Rows [begin, end) as strips of (width, ROWS), with zeros for the rows that fill the last one up.
+inline void pack_strips(float* strips, const Rows& rows, long begin, long end, float* line,
+                        float factor = 1) {
+  const long width = rows.width;
+  for (long s = begin; s < end; s += ROWS) {
+    for (long r = 0; r < ROWS; r++) {
+      if (s + r < end)
+        rows.read(line, s + r, factor);
+      else
+        memset(line, 0, width * sizeof(float));
+      for (long d = 0; d < width; d++) strips[d * ROWS + r] = line[d];
+    }
+    strips += width * ROWS;
+  }
+}
+
+}  // namespace ejkernel
+
+#endif

@@ -1,0 +1,140 @@
+"""Flash attention on CPU as a part of the kernel: the C++ implementation, where it can serve."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from ejkernel.ops import BwdParams, FwdParams, Invocation, Supports
+
+from . import native
+
+if TYPE_CHECKING:
+    from .kernel import FlashAttentionConfig
+
+Blocks = tuple[int, int]
+
+FORWARD: Blocks = (192, 240)
+BACKWARD: Blocks = (96, 96)
+"""The best over all measured shapes, or within 3 % of it: everything fits the second cache."""
+
+FORWARD_CANDIDATES: tuple[Blocks, ...] = (
+    (48, 128),
+    (96, 192),
+    (96, 480),
+    (192, 240),
+    (192, 480),
+    (384, 480),
+)
+BACKWARD_CANDIDATES: tuple[Blocks, ...] = (
+    (48, 96),
+    (96, 96),
+    (96, 192),
+    (192, 96),
+    (192, 192),
+    (384, 96),
+)
+
+
+def native_is_available(inv: Invocation[Any, Any]) -> str | None:
+    """None, or why the C++ library cannot be called; builds it if that is allowed."""
+    from ejkernel.native import FLASH_ATTENTION, why_not
+
+    return why_not(FLASH_ATTENTION)
+
+
+CPU = Supports(
+    dtypes=native.DTYPES,
+    without=("bias", "mask", "dropout_rate", "dropout_key", "sequence_axis"),
+    rules=(native_is_available,),
+)
+
+
+class FlashAttentionOnCPU:
+    """The methods of the kernel that serve a CPU; `FlashAttention` inherits them."""
+
+    def heuristic_cfg_cpu(self, inv: Invocation[Any, Any]) -> FlashAttentionConfig:
+        return _config(FORWARD, BACKWARD)
+
+    def candidate_cfgs_cpu(self, inv: Invocation[Any, Any]) -> list[FlashAttentionConfig]:
+        # The passes do not share anything, so each is varied while the other stays as it is.
+        q, k, _ = inv.args
+        rows, keys = q.shape[1] * q.shape[2] // k.shape[2], k.shape[1]
+        return [
+            *(_config(b, BACKWARD) for b in _that_differ(FORWARD_CANDIDATES, rows, keys)),
+            *(_config(FORWARD, b) for b in _that_differ(BACKWARD_CANDIDATES, rows, keys)),
+        ]
+
+    def run_cpu(self, q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> Any:
+        return self.fwd_with_residuals_cpu(q, k, v, **options)[0]
+
+    def fwd_with_residuals_cpu(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        cfg: FlashAttentionConfig,
+        return_lse: bool = False,
+        **options: Any,
+    ) -> tuple[Any, jax.Array]:
+        block_q, block_k = _blocks(cfg.fwd, FORWARD)
+        out, lse = native.forward(q, k, v, block_q=block_q, block_k=block_k, **_given(options))
+        return ((out, lse) if return_lse else out), lse
+
+    def vjp_cpu(
+        self,
+        lse: jax.Array,
+        out: Any,
+        dout: Any,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        cfg: FlashAttentionConfig,
+        return_lse: bool = False,
+        **options: Any,
+    ) -> tuple[Any, ...]:
+        block_q, block_k = _blocks(cfg.bwd, BACKWARD)
+        dlse = None
+        if return_lse:
+            (out, _), (dout, dlse) = out, dout
+        dq, dk, dv, dsinks = native.backward(
+            q,
+            k,
+            v,
+            out,
+            lse,
+            dout,
+            dlse=dlse,
+            block_q=block_q,
+            block_k=block_k,
+            **_given(options),
+        )
+        if dsinks is None:
+            return dq, dk, dv
+        return dq, dk, dv, {"sinks": dsinks}
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that `native` knows: the others are not given, or `CPU` would not serve."""
+    return {name: value for name, value in options.items() if name not in CPU.without}
+
+
+def _blocks(params: FwdParams | BwdParams, default: Blocks) -> Blocks:
+    return params.q_blocksize or default[0], params.kv_blocksize or default[1]
+
+
+def _config(forward: Blocks, backward: Blocks) -> FlashAttentionConfig:
+    from .kernel import FlashAttentionConfig
+
+    return FlashAttentionConfig(
+        FwdParams(q_blocksize=forward[0], kv_blocksize=forward[1]),
+        BwdParams(q_blocksize=backward[0], kv_blocksize=backward[1]),
+    )
+
+
+def _that_differ(blocks: tuple[Blocks, ...], rows: int, keys: int) -> list[Blocks]:
+    """Blocks no longer than what there is, each once."""
+    return list(dict.fromkeys((min(q, rows), min(k, keys)) for q, k in blocks))

@@ -1,0 +1,204 @@
+"""Flash attention in C++: what XLA calls on CPU, with arrays in the forms that it expects.
+
+The source is in `cpp/`. Every option that is not served here (bias, mask, dropout) is left to the
+XLA implementation; see `FlashAttentionOnCPU.supports_cpu` in `cpu.py`.
+
+Example:
+    >>> import jax.numpy as jnp
+    >>> from ejkernel import native
+    >>> q = k = v = jnp.ones((1, 100, 4, 16))
+    >>> options = dict(causal=True, softmax_scale=0.25, block_q=96, block_k=192)
+    >>> if native.why_not(native.FLASH_ATTENTION) is None:
+    ...     out, lse = forward(q, k, v, **options)
+    ...     assert out.shape == (1, 100, 4, 16) and lse.shape == (1, 4, 100)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Window = tuple[int | None, int | None]
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    causal: bool,
+    softmax_scale: float,
+    block_q: int,
+    block_k: int,
+    window: Window | None = None,
+    q_lengths: jax.Array | None = None,
+    kv_lengths: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention, and the logarithm of its softmax denominators.
+
+    Args:
+        q: Queries, ``(batch, q_len, q_heads, head_dim)``, of a dtype in :data:`DTYPES`.
+        k: Keys, ``(batch, k_len, kv_heads, head_dim)``; ``kv_heads`` divides ``q_heads``.
+        v: Values, ``(batch, k_len, kv_heads, value_dim)``.
+        causal: If true, query ``i`` sees the keys ``j <= i``.
+        softmax_scale: Factor on the scores.
+        block_q: Rows (queries times the query heads of a key head) that are worked on together.
+        block_k: Most keys in a tile; rounded to what the machine's registers hold.
+        window: ``(left, right)``: query ``i`` sees keys from ``i - left`` to ``i + right``.
+        q_lengths: ``(batch,)``, queries that exist.
+        kv_lengths: ``(batch,)``, keys that exist.
+        segment_ids: ``(batch, q_len)``: a query sees the keys of its own segment only.
+        kv_segment_ids: ``(batch, k_len)``; the same as ``segment_ids`` if not given.
+        logits_soft_cap: Scores ``s`` become ``c * tanh(s / c)``.
+        sinks: ``(q_heads,)``, a logit per head that takes part in the denominator only.
+
+    Returns:
+        ``out``, ``(batch, q_len, q_heads, value_dim)`` in the dtype of ``q``, and ``lse``, float32,
+        ``(batch, q_heads, q_len)``, minus infinity where nothing is seen.
+    """
+    dtype = q.dtype
+    q, k, v = _of_one_dtype(q, k, v)
+    batch, q_len, heads, _ = q.shape
+    call = _caller(
+        "ejkernel_flash_attention_forward",
+        _like(q, (batch, q_len, heads, v.shape[-1]), q.dtype),
+        _like(q, (batch, heads, q_len), jnp.float32),
+    )
+    out, lse = call(
+        q,
+        k,
+        v,
+        *_rows_and_keys(q_lengths, kv_lengths, segment_ids, kv_segment_ids),
+        _optional(sinks, jnp.float32),
+        **_attributes(causal, softmax_scale, window, logits_soft_cap, block_q, block_k),
+    )
+    return out.astype(dtype), lse
+
+
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    *,
+    causal: bool,
+    softmax_scale: float,
+    block_q: int,
+    block_k: int,
+    dlse: jax.Array | None = None,
+    window: Window | None = None,
+    q_lengths: jax.Array | None = None,
+    kv_lengths: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Gradients of the inputs of :func:`forward`, from its results and their gradients.
+
+    The other arguments are as in :func:`forward`; only the blocks may differ from those used there.
+
+    Args:
+        out: First result of :func:`forward`.
+        lse: Second result of :func:`forward`.
+        dout: Gradient of the loss with respect to ``out``.
+        dlse: Gradient of the loss with respect to ``lse``; None: zero.
+
+    Returns:
+        ``dq``, ``dk`` and ``dv``, each with the shape of its input, and ``dsinks``, None without
+        sinks.
+    """
+    q, k, v = _of_one_dtype(q, k, v)
+    call = _caller(
+        "ejkernel_flash_attention_backward", *(_like(q, x.shape, x.dtype) for x in (q, k, v))
+    )
+    dq, dk, dv = call(
+        q,
+        k,
+        v,
+        *_rows_and_keys(q_lengths, kv_lengths, segment_ids, kv_segment_ids),
+        out.astype(q.dtype),
+        dout.astype(q.dtype),
+        lse,
+        _optional(dlse, jnp.float32),
+        **_attributes(causal, softmax_scale, window, logits_soft_cap, block_q, block_k),
+    )
+    if sinks is None:
+        return dq, dk, dv, None
+    return dq, dk, dv, _sink_gradient(sinks, out, lse, dout, dlse)
+
+
+def _sink_gradient(
+    sinks: jax.Array, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None
+) -> jax.Array:
+    """A sink takes weight from all values and adds to the log-sum-exp."""
+    slope = -jnp.einsum("bqhd,bqhd->bhq", dout.astype(jnp.float32), out.astype(jnp.float32))
+    if dlse is not None:
+        slope += dlse
+    seen = lse != -jnp.inf
+    weight = jnp.exp(sinks.astype(jnp.float32)[:, None] - jnp.where(seen, lse, jnp.inf))
+    return jnp.sum(jnp.where(seen, weight * slope, 0.0), axis=(0, 2))
+
+
+def _caller(name: str, *results: jax.ShapeDtypeStruct) -> Any:
+    # The handlers take any number of leading axes as the batch.
+    return jax.ffi.ffi_call(name, results, vmap_method="broadcast_all")
+
+
+def _like(array: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """The type of a result that varies over the same mesh axes as an input."""
+    varying = getattr(jax.typeof(array), "manual_axis_type", None)
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
+
+
+def _of_one_dtype(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+    if q.dtype == k.dtype == v.dtype and q.dtype.name in DTYPES:
+        return q, k, v
+    return tuple(x.astype(jnp.float32) for x in (q, k, v))
+
+
+def _rows_and_keys(
+    q_lengths: jax.Array | None,
+    kv_lengths: jax.Array | None,
+    segment_ids: jax.Array | None,
+    kv_segment_ids: jax.Array | None,
+) -> tuple[jax.Array, ...]:
+    of_keys = segment_ids if kv_segment_ids is None else kv_segment_ids
+    given = (q_lengths, kv_lengths, segment_ids, of_keys)
+    return tuple(_optional(array, jnp.int32) for array in given)
+
+
+def _optional(array: jax.Array | None, dtype: Any) -> jax.Array:
+    """An array that is not given goes as one without elements."""
+    return jnp.zeros((0,), dtype) if array is None else array.astype(dtype)
+
+
+def _attributes(
+    causal: bool,
+    softmax_scale: float,
+    window: Window | None,
+    logits_soft_cap: float | None,
+    block_q: int,
+    block_k: int,
+) -> dict[str, Any]:
+    left, right = window or (None, None)
+    return {
+        "causal": np.int64(causal),
+        "scale": np.float32(softmax_scale),
+        "left": np.int64(-1 if left is None else left),
+        "right": np.int64(-1 if right is None else right),
+        "soft_cap": np.float32(logits_soft_cap or 0.0),
+        "block_q": np.int64(block_q),
+        "block_k": np.int64(block_k),
+    }

@@ -1,0 +1,107 @@
+// Vectors as GCC and Clang know them: the compiler maps them to whatever the processor has.
+#ifndef EJKERNEL_SIMD_H_
+#define EJKERNEL_SIMD_H_
+
+#include <stdint.h>
+#include <string.h>
+
+#ifdef __clang__
+#define EJ_UNROLL _Pragma("unroll")
+#else
+#define EJ_UNROLL _Pragma("GCC unroll 16")
+#endif
+#define EJ_INLINE inline __attribute__((always_inline))
+
+namespace ejkernel {
+
+// The widest aligned type is the widest vector: 16, 32 or 64 bytes.
+constexpr int LANES = __BIGGEST_ALIGNMENT__ / int(sizeof(float));
+
+#if defined(__AVX512F__) || defined(__aarch64__) || defined(__powerpc64__) || defined(__riscv)
+constexpr int REGISTERS = 32;
+#else
+constexpr int REGISTERS = 16;
+#endif
+
+typedef float vec __attribute__((vector_size(sizeof(float) * LANES)));
+typedef int32_t ivec __attribute__((vector_size(sizeof(int32_t) * LANES)));
+
+constexpr float INFINITE = __builtin_inff();
+constexpr float LOG2_E = 1.44269504088896341f;
+constexpr float LN_2 = 0.693147180559945309f;
+
+EJ_INLINE vec load(const float* from) {
+  vec value;
+  memcpy(&value, from, sizeof value);
+  return value;
+}
+
+EJ_INLINE void store(float* to, vec value) { memcpy(to, &value, sizeof value); }
+
+// `x - 0` is x, -0 included, so the subtraction disappears; `x + 0` would have to be computed.
+EJ_INLINE vec all(float value) { return value - vec{}; }
+EJ_INLINE ivec all(int32_t value) { return value - ivec{}; }
+
+EJ_INLINE vec select(ivec mask, vec yes, vec no) {
+  return (vec)(((ivec)yes & mask) | ((ivec)no & ~mask));
+}
+
+EJ_INLINE vec larger(vec a, vec b) { return a > b ? a : b; }
+
+EJ_INLINE float largest(vec value) {
+  float found = value[0];
+  EJ_UNROLL for (int i = 1; i < LANES; i++) found = value[i] > found ? value[i] : found;
+  return found;
+}
+
+EJ_INLINE float sum(vec value) {
+  float total = value[0];
+  EJ_UNROLL for (int i = 1; i < LANES; i++) total += value[i];
+  return total;
+}
+
+EJ_INLINE ivec counting() {
+  ivec value;
+  EJ_UNROLL for (int i = 0; i < LANES; i++) value[i] = i;
+  return value;
+}
+
+// 2^x for x < 127.5, relative error 1.5e-7; exactly zero below -126.5, NaN for NaN. What it gives
+// for larger numbers has no meaning.
+EJ_INLINE vec exp2(vec x) {
+  x = x < all(-127.0f) ? all(-127.0f) : x;  // in this order NaN stays NaN
+  // Adding 1.5 * 2^23 rounds to an integer, which then stands in the lowest bits; 127 more is the
+  // bias of the exponent, so a shift turns the bits into 2^integer.
+  const float magic = 12582912.0f + 127.0f;
+  vec shifted = x + magic;
+  vec f = x - (shifted - magic);
+  vec power = (vec)((ivec)shifted << 23);
+  vec p = f * 0.0013276472454890609f + 0.009675540961325169f;  // minimax on [-0.5, 0.5]
+  p = p * f + 0.05550713092088699f;
+  p = p * f + 0.24022120237350464f;
+  p = p * f + 0.6931469440460205f;
+  p = p * f + 1.0000001192092896f;
+  return p * power;
+}
+
+// tanh as a ratio of polynomials, exact to about 3 units in the last place.
+EJ_INLINE vec tanh(vec x) {
+  const float limit = 7.90531110763549805f;
+  x = x > all(limit) ? all(limit) : x;
+  x = x < all(-limit) ? all(-limit) : x;
+  vec s = x * x;
+  vec p = s * -2.76076847742355e-16f + 2.00018790482477e-13f;
+  p = p * s + -8.60467152213735e-11f;
+  p = p * s + 5.12229709037114e-08f;
+  p = p * s + 1.48572235717979e-05f;
+  p = p * s + 6.37261928875436e-04f;
+  p = p * s + 4.89352455891786e-03f;
+  vec q = s * 1.19825839466702e-06f + 1.18534705686654e-04f;
+  q = q * s + 2.26843463243900e-03f;
+  q = q * s + 4.89352518554385e-03f;
+  return x * p / q;
+}
+
+}  // namespace ejkernel
+
+#endif

@@ -1,0 +1,124 @@
+"""The C++ compiler of this machine, and the processor it compiles for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import pathlib
+import platform
+import shlex
+import shutil
+import subprocess
+
+from ejkernel.ops.utils import environment
+
+COMPILERS = ("c++", "g++", "clang++")
+SECONDS = 600.0
+"""How long a compiler may take: a loaded machine needs a minute at most."""
+
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-fvisibility=hidden",
+    "-fno-exceptions",
+    "-fno-rtti",
+    # Multiply and add in one instruction; nobody looks at errno or at the floating-point flags.
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler: the command that starts it, and what it says it is."""
+
+    command: tuple[str, ...]
+    version: str
+
+    def compile(
+        self, source: pathlib.Path, include: tuple[pathlib.Path, ...], output: pathlib.Path
+    ) -> str | None:
+        """Compile a shared library; None if that went well, else what the compiler said."""
+        folders = [f"-I{folder}" for folder in include]
+        command = [*self.command, *FLAGS, *folders, str(source), "-o", str(output)]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            return f"it was not done after {SECONDS:.0f} s"
+        except OSError as error:
+            return f"it cannot be started: {error.strerror}"
+        if done.returncode == 0:
+            return None
+        said = (done.stderr or done.stdout).strip().splitlines()
+        return "\n".join(said[:20]) or f"it ended with code {done.returncode}"
+
+
+def find_compiler() -> Compiler | str:
+    """The compiler named by `CXX`, else the first of c++, g++, clang++; or why there is none."""
+    asked = environment.CXX.read()
+    if asked:
+        try:
+            command = shlex.split(asked)
+        except ValueError:
+            command = []
+        if not command or not (path := shutil.which(command[0])):
+            return f"CXX={asked!r} is not a program that can be started"
+        version = _version(path)
+        if version is None:
+            return f"CXX={asked!r} does not answer to --version, so it is no usable compiler"
+        return Compiler((path, *command[1:]), version)
+    for name in COMPILERS:
+        path = shutil.which(name)
+        if path is not None and (version := _version(path)) is not None:
+            return Compiler((path,), version)
+    return f"no C++ compiler was found ({', '.join(COMPILERS)}); install one or set CXX"
+
+
+def _version(path: str) -> str | None:
+    """The first line of `--version`, asked anew only if the program is another one."""
+    real = os.path.realpath(path)
+    try:
+        status = os.stat(real)
+    except OSError:
+        return None
+    return _ask_version(path, real, status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=16)
+def _ask_version(path: str, real: str, changed: int, size: int) -> str | None:
+    try:
+        done = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, errors="replace", timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.strip().splitlines()
+    return lines[0].strip() if done.returncode == 0 and lines else None
+
+
+@functools.cache
+def processor() -> str:
+    """The processor's model and everything it says it can do: what `-march=native` looks at."""
+    lines: dict[str, str] = {}
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                name, _, value = line.partition(":")
+                if name.strip().lower() in _TELLING:
+                    lines.setdefault(name.strip().lower(), value.strip())
+                if not line.strip() and lines:
+                    break  # the first core speaks for all
+    except OSError:  # not Linux
+        pass
+    return f"{platform.machine()} {platform.processor()} {sorted(lines.items())}"
+
+
+_TELLING = ("model name", "cpu family", "model", "flags", "features", "cpu part", "isa")
