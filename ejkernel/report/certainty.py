@@ -77,8 +77,8 @@ def _method(run: Run) -> tuple[str, ...]:
         "time counted; one that is wrong, fails or changes its mind is never chosen.",
         "The rest ran in turns, in a changing order, so that a slow moment of the machine hits "
         "all of them alike. A time is the mean of the fastest two thirds of the samples.",
-        "The heuristic config, the one used without tuning, ran in the same race to its end, and "
-        "is replaced only by one that is faster by more than the noise.",
+        "“Before” is the heuristic config, the one used without tuning. It ran in the same race to "
+        "its end, and is replaced only by one that is faster by more than the noise.",
         "The limits are two and a half standard errors of the ratio of times within rounds.",
         *(
             (

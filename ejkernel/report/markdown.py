@@ -108,7 +108,7 @@ def _overview(operations: Sequence[Operation]) -> list[str]:
                 escaped(described(operation.config)),
             )
         )
-    header = ("operation", "call", "before", "after", "gain", "surely", "how sure", "config")
+    header = ("operation", "call", "before", "after", "gain", "between", "how sure", "config")
     return table(header, rows, right=(2, 3, 4))
 
 
