@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .markup import Markup, joined, tag
+from ..markup import Markup, joined, tag
 from .pieces import chip, notes
 from .plots import axis_line, gain_axis, gain_row, gain_ticks
 from .record import Gain, Operation, Run

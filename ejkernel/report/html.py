@@ -10,8 +10,8 @@ import base64
 import hashlib
 from importlib import resources
 
+from ..markup import Markup, joined, tag
 from .certainty import certainty
-from .markup import Markup, joined, tag
 from .operations import operation_card
 from .pieces import chip
 from .record import Operation, Run

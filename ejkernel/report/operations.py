@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .markup import Markup, joined, tag
+from ..markup import Markup, joined, tag
 from .plots import axis_line, candidate_rows, heat_map, time_axis
 from .record import Candidate, Operation
 from .space import described, dimensions, maps

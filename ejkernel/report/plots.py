@@ -10,8 +10,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from ..markup import Markup, joined, tag
 from .axis import Axis
-from .markup import Markup, joined, tag
 from .record import BeforeAfter, Candidate, Gain, Operation
 from .space import Map, Value, described, dimensions
 from .words import duration, limits, rounded, times
