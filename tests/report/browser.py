@@ -36,7 +36,8 @@ class Browser:
             "--headless --remote-debugging-pipe --no-sandbox --disable-gpu --hide-scrollbars "
             "--no-first-run --disable-extensions --disable-background-networking "
             "--disable-component-update --disable-sync --mute-audio --disable-dev-shm-usage "
-            "--force-prefers-reduced-motion --font-render-hinting=none"
+            "--force-prefers-reduced-motion --font-render-hinting=none "
+            "--disable-features=IsolateSandboxedIframes"  # frames of a page answer with it
         )
         # The browser reads commands from descriptor 3 and answers on 4.
         script = f'exec "$0" {options} "$@" 3<&{inside_read} 4>&{inside_write}'
@@ -140,10 +141,15 @@ class Page:
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         return self._browser.call(method, self._session, **params)
 
-    def ask(self, expression: str) -> Any:
-        """The value of a JavaScript expression, or of its promise."""
+    def ask(self, expression: str, context: int | None = None) -> Any:
+        """The value of a JavaScript expression, or of its promise; in another frame's context."""
+        more = {} if context is None else {"contextId": context}
         answer = self.call(
-            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+            "Runtime.evaluate",
+            expression=expression,
+            returnByValue=True,
+            awaitPromise=True,
+            **more,
         )
         if "exceptionDetails" in answer:
             raise RuntimeError(f"{expression}: {answer['exceptionDetails']}")
@@ -214,6 +220,15 @@ class Page:
             elif event["method"] == "Runtime.consoleAPICalled":
                 found.append(json.dumps(params["args"]))
         return found
+
+    def frames(self) -> list[int]:
+        """The contexts of the page and of the frames in it, in the order of their making."""
+        return [
+            event["params"]["context"]["id"]
+            for event in self._browser.events
+            if event.get("sessionId") == self._session
+            and event["method"] == "Runtime.executionContextCreated"
+        ]
 
     def requests(self) -> list[str]:
         """Every address that the page asked for."""

@@ -200,6 +200,21 @@ def test_the_colours_of_text_can_be_told_from_what_is_behind(pages):
             assert page.ask(script) == [], (dark, tab)
 
 
+def test_the_whole_report_in_a_cell_of_a_notebook(browser, tmp_path):
+    file = tmp_path / "cell.html"
+    file.write_text(f"<!doctype html><meta charset=utf-8>{plain_run()._repr_html_()}")
+    page = browser.open(file)
+    inside = page.frames()[-1]
+    page.ask("document.querySelector('#tab-operations').click()", context=inside)
+    shown = "document.querySelector('#{}').getClientRects().length > 0"
+    assert page.ask(shown.format("operations"), context=inside)
+    page.ask("document.querySelector('#tab-summary').click()", context=inside)
+    page.ask("document.querySelector(\"a[href='#operation-2']\").click()", context=inside)
+    assert page.ask(shown.format("operation-2"), context=inside)
+    page.ask("document.querySelector('#theme').click()", context=inside)
+    assert page.complaints() == []
+
+
 def test_it_can_be_read_without_scripts(pages):
     page = pages("plain")
     page.call("Emulation.setScriptExecutionDisabled", value=True)
