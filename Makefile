@@ -11,7 +11,7 @@ TARGETS_STAMP = $(TARGETS_VENV)/.ready
 .PHONY: help tune test targets targets-setup lint types bench clean
 
 help:
-	@echo "make tune    tune a small transformer on this machine, show before and after"
+	@echo "make tune    tune a small transformer on this machine: before, after, and a report of it"
 	@echo "make test    lint, types, and the whole test suite"
 	@echo "make targets compile the test kernels for TPU and CUDA, without such devices (700 MB)"
 	@echo "make bench   measure the overhead of a call beside plain jax.jit"

@@ -79,7 +79,8 @@ def _method(run: Run) -> tuple[str, ...]:
         "all of them alike. A time is the mean of the fastest two thirds of the samples.",
         "“Before” is the heuristic config, the one used without tuning. It ran in the same race to "
         "its end, and is replaced only by one that is faster by more than the noise.",
-        "The limits are two and a half standard errors of the ratio of times within rounds.",
+        "The limits hold the ratio of times within rounds with 98 % certainty, whatever the noise "
+        "is like; of fewer than seven rounds they are all that was seen.",
         *(
             (
                 "The whole model ran with the heuristic configs and with the tuned ones in turns, "

@@ -10,7 +10,7 @@ from browser import Browser, find_browser
 # name, part, width, height, dark
 PICTURES = (
     ("light", "summary", 1100, 900, False),
-    ("dark", "operations", 1100, 1000, True),
+    ("dark", "operations", 1100, 1480, True),
     ("phone", "summary", 390, 844, False),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 
 import jax
 import jax.numpy as jnp
@@ -127,6 +128,26 @@ def test_a_gain_needs_more_than_one_sample():
     assert gain.low > 1.9
     assert gain.is_real
     assert gain_of([2.0], [1.0]) == Gain(2.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("rounds", [7, 11, 30])
+def test_the_limits_of_a_gain_hold_it_whatever_the_noise(rounds):
+    """Nothing differs, and a neighbour takes half of the machine now and then."""
+    draw = random.Random(rounds)
+
+    def taken():
+        return [draw.gauss(1, 0.02) * draw.choice((1, 1, 2)) for _ in range(rounds)]
+
+    wrong = sum(gain_of(taken(), taken()).is_real for _ in range(500))
+    assert wrong <= 25  # 2 % of them, and room for chance
+
+
+def test_a_clear_gain_is_seen_in_little_noise():
+    draw = random.Random(0)
+    before = [draw.gauss(1.2, 0.02) for _ in range(9)]
+    after = [draw.gauss(1.0, 0.02) for _ in range(9)]
+    gain = gain_of(before, after)
+    assert 1.1 < gain.low < 1.2 < gain.high < 1.3
 
 
 def test_before_and_after_runs_both_configs_in_turns(selector):
