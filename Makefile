@@ -15,7 +15,7 @@ PUBLIC_STAMP = $(PUBLIC_VENV)/.ready
 .PHONY: help tune test targets targets-setup lint types docs release bench clean
 
 help:
-	@echo "make tune    tune a small transformer on this machine, show before and after"
+	@echo "make tune    tune a small transformer on this machine: before, after, and a report of it"
 	@echo "make test    lint, types, and the whole test suite"
 	@echo "make targets compile the test kernels for TPU and CUDA, without such devices (700 MB)"
 	@echo "make docs    the documentation site, in site/"

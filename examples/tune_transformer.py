@@ -143,7 +143,9 @@ def report_event(event: str, **data) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Tune a small transformer on this machine.")
     parser.add_argument("--length", type=int, default=Shape.length, help="sequence length")
-    parser.add_argument("--rounds", type=int, default=9, help="runs of the model, before and after")
+    parser.add_argument(
+        "--rounds", type=int, default=11, help="runs of the model, before and after"
+    )
     parser.add_argument("--store", help="folder or URL of the store (default: the usual one)")
     parser.add_argument(
         "--report", default="tuning_report.html", help="file to write: .html, .md or .json"

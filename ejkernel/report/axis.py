@@ -57,8 +57,9 @@ class Axis:
                 found = [tick for tick in self._decades(steps) if self.low <= tick <= self.high]
                 if len(found) <= MOST_TICKS:
                     break
+            every = -(-len(found) // MOST_TICKS)  # of decades, where there are many
             if len(found) >= 2:
-                return found
+                return found[::every]
         return self._even()
 
     def _decades(self, steps: tuple[int, ...]) -> list[float]:

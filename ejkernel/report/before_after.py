@@ -42,10 +42,10 @@ def before_and_after(
     if rounds < 1:
         raise ValueError(f"before_and_after: rounds={rounds!r} must be 1 or more")
     jitted = function if hasattr(function, "lower") else jax.jit(function)
-    heuristics, notes = _heuristics(result)
-    tuned = result.as_mapping()
     # Arguments that are given away with a call are gone after it: each run gets its own.
     donates = _donates(jitted, arguments, keywords or {})
+    heuristics, notes = _heuristics(result)  # after it was traced: its calls are recorded now
+    tuned = result.as_mapping()
 
     def run(configs: Mapping[ConfigKey, Any]) -> tuple[float, Any]:
         given = (tuple(arguments), dict(keywords or {}))

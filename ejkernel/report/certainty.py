@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .markup import Markup, joined, tag
+from ..markup import Markup, joined, tag
 from .pieces import chip, notes
 from .plots import axis_line, gain_axis, gain_row, gain_ticks
 from .record import Gain, Operation, Run
@@ -77,9 +77,10 @@ def _method(run: Run) -> tuple[str, ...]:
         "time counted; one that is wrong, fails or changes its mind is never chosen.",
         "The rest ran in turns, in a changing order, so that a slow moment of the machine hits "
         "all of them alike. A time is the mean of the fastest two thirds of the samples.",
-        "The heuristic config, the one used without tuning, ran in the same race to its end, and "
-        "is replaced only by one that is faster by more than the noise.",
-        "The limits are two and a half standard errors of the ratio of times within rounds.",
+        "“Before” is the heuristic config, the one used without tuning. It ran in the same race to "
+        "its end, and is replaced only by one that is faster by more than the noise.",
+        "The limits hold the ratio of times within rounds with 98 % certainty, whatever the noise "
+        "is like; of fewer than seven rounds they are all that was seen.",
         *(
             (
                 "The whole model ran with the heuristic configs and with the tuned ones in turns, "

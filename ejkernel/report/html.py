@@ -10,8 +10,8 @@ import base64
 import hashlib
 from importlib import resources
 
+from ..markup import Markup, joined, tag
 from .certainty import certainty
-from .markup import Markup, joined, tag
 from .operations import operation_card
 from .pieces import chip
 from .record import Operation, Run
@@ -59,6 +59,7 @@ def page(run: Run) -> str:
         )
         for i, (name, title, _) in enumerate(panels)
     ]
+    version = run.environment.get("ejkernel", "")
     body = tag(
         "body",
         _head_of_page(run),
@@ -70,7 +71,7 @@ def page(run: Run) -> str:
                 for name, _, content in panels
             ),
         ),
-        tag("footer", "Made by ejkernel ", run.environment.get("ejkernel", ""), ". ", run.created),
+        tag("footer", " ".join(["Made by ejkernel", version, "·", run.created])),
         tag("div", id="tip", role="tooltip", hidden=True),
         tag("script", Markup(script)),
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
+from ..markup import escaped_markdown as escaped
+from ..markup import markdown_table as table
 from .record import Candidate, Operation, Run
 from .space import described, dimensions
 from .words import (
@@ -20,17 +21,6 @@ from .words import (
 )
 
 SHOWN = 15  # candidates of one operation; the whole list is in the other formats
-
-_SPECIAL = re.compile(r"([\\`*_{}\[\]<>|~&$#!])")
-
-
-def escaped(text: str) -> str:
-    """Text that Markdown shows as it is, in one line.
-
-    >>> print(escaped("a|b_c <b>"))
-    a\\|b\\_c \\<b\\>
-    """
-    return _SPECIAL.sub(r"\\\1", " ".join(text.split()))
 
 
 def page(run: Run) -> str:
@@ -68,14 +58,6 @@ def page(run: Run) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()
-) -> list[str]:
-    """Lines of a table whose cells are Markdown already."""
-    rule = ["---:" if i in right else "---" for i in range(len(header))]
-    return [f"| {' | '.join(row)} |" for row in (header, rule, *rows)]
-
-
 def _model(run: Run) -> list[str]:
     model = run.model
     assert model is not None
@@ -108,7 +90,7 @@ def _overview(operations: Sequence[Operation]) -> list[str]:
                 escaped(described(operation.config)),
             )
         )
-    header = ("operation", "call", "before", "after", "gain", "surely", "how sure", "config")
+    header = ("operation", "call", "before", "after", "gain", "between", "how sure", "config")
     return table(header, rows, right=(2, 3, 4))
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .markup import Markup, joined, tag
+from ..markup import Markup, joined, tag
 from .plots import axis_line, candidate_rows, heat_map, time_axis
 from .record import Candidate, Operation
 from .space import described, dimensions, maps
-from .words import REJECTED, counted, duration, shortened, times
+from .words import REJECTED, counted, duration, rounded, shortened, times
 
 FOLDED_FROM = 24  # rows that are shown before "show all"
 MOST_ROWS = 400  # of one kind, in a page that still opens at once
@@ -112,7 +112,7 @@ def _plot(operation: Operation, name: str) -> Markup:
     return tag(
         "div",
         tag("div", *filters, class_="filters", role="group", aria_label="Which candidates to show"),
-        axis_line(axis, [(tick, duration(tick)) for tick in ticks], "time per call"),
+        axis_line(axis, [(tick, rounded(tick)) for tick in ticks], "time per call"),
         tag("ul", *rows, class_="rows", aria_label=f"Candidates of {operation.name}"),
         more if folds else None,
         *(tag("p", remark, class_="soft") for remark in remarks),

@@ -32,7 +32,7 @@
   tabs.forEach((tab, i) => {
     tab.addEventListener("click", () => {
       show(i, true);
-      history.replaceState(null, "", `#${panels[i].id}`);
+      note(panels[i].id);
     });
     tab.addEventListener("keydown", (event) => {
       const step = { ArrowRight: i + 1, ArrowLeft: i - 1, Home: 0, End: tabs.length - 1 }[event.key];
@@ -41,15 +41,26 @@
       show((step + tabs.length) % tabs.length, true);
     });
   });
-  const follow = () => {
-    const wanted = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  // The address keeps the place, where a page has an address: in a notebook's cell it has none.
+  function note(name) { try { history.replaceState(null, "", `#${name}`); } catch { /* no address */ } }
+  const go = (name) => {
+    const wanted = document.getElementById(name);
     const index = wanted ? panels.findIndex((panel) => panel.contains(wanted)) : -1;
     show(Math.max(index, 0), false);
     if (index < 0 || wanted === panels[index]) return;
     if (wanted.tagName === "DETAILS") wanted.open = true;
     wanted.scrollIntoView();
   };
+  const follow = () => go(decodeURIComponent(location.hash.slice(1)));
   addEventListener("hashchange", follow);
+  all("a[href^='#']").forEach((link) => {
+    link.addEventListener("click", (event) => {
+      event.preventDefault();
+      const name = link.getAttribute("href").slice(1);
+      go(name);
+      note(name);
+    });
+  });
 
   // --- tooltips: for the mouse, the finger and the keyboard; only ever as text ---------------------
   const tip = document.getElementById("tip");

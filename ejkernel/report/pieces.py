@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .markup import Markup, tag
+from ..markup import Markup, tag
 from .words import Finding
 
 

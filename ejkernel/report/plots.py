@@ -6,14 +6,15 @@ reader hears the same figures that the eye sees.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
+from ..markup import Markup, joined, tag
 from .axis import Axis
-from .markup import Markup, joined, tag
 from .record import BeforeAfter, Candidate, Gain, Operation
 from .space import Map, Value, described, dimensions
-from .words import duration, limits, times
+from .words import duration, limits, rounded, times
 
 HEIGHT = 28
 MOST_DOTS = 40
@@ -243,7 +244,7 @@ def before_after_rows(model: BeforeAfter) -> Markup:
         )
     return tag(
         "div",
-        axis_line(axis, [(tick, duration(tick)) for tick in ticks], "one run"),
+        axis_line(axis, [(tick, rounded(tick)) for tick in ticks], "one run"),
         tag("ul", *rows, class_="rows", aria_label="The whole model before and after"),
         class_="plot compact",
     )
@@ -276,19 +277,12 @@ def heat_map(operation: Operation, drawn: Map) -> Markup:
     words = f"Time by {drawn.down} and {drawn.across}"
     if drawn.best_of_others:
         words += "; each cell is the best over the other dimensions"
-    return tag(
-        "div",
-        tag(
-            "table",
-            tag("caption", words),
-            tag("thead", head),
-            tag("tbody", *rows),
-            class_="heat",
-        ),
-        class_="scroll",
-        tabindex="0",
-        role="region",
-        aria_label=words,
+    table = tag("table", tag("thead", head), tag("tbody", *rows), class_="heat", aria_label=words)
+    return joined(
+        [
+            tag("p", f"{words}.", class_="soft"),
+            tag("div", table, class_="scroll", tabindex="0", role="region", aria_label=words),
+        ]
     )
 
 
@@ -308,13 +302,13 @@ def _cell(operation: Operation, drawn: Map, row: Value, column: Value) -> Markup
             data_tip=f"{candidate.verdict}\n{tip}",
         )
     fastest = operation.seconds or candidate.seconds
-    slower = max(candidate.seconds / fastest, 1.0) - 1.0
-    heat = round(100 * max(0.0, 1 - slower / (SLOWEST_SHADE - 1)) ** 1.5)
+    slower = math.log(max(candidate.seconds / fastest, 1.0)) / math.log(SLOWEST_SHADE)
+    heat = round(100 * max(0.0, 1 - slower) ** 2)
     kind = "best" if candidate.config == operation.config else None
     return tag(
         "td",
         tag("span", duration(candidate.seconds)),
-        class_=" ".join(filter(None, (kind, "hot" if heat > 55 else None))) or None,
+        class_=" ".join(filter(None, (kind, "hot" if heat > 78 else None))) or None,
         style=f"--heat:{heat}%",
         data_tip=tip,
     )

@@ -246,6 +246,24 @@ class Run:
             raise NotARun(f"{file} is not the record of a tuning run: it is no text") from error
         return cls.loads(text, str(file))
 
+    def _repr_html_(self) -> str:
+        """The whole report in a notebook's cell, apart from the notebook's own page."""
+        from ..markup import tag
+        from .html import page
+
+        return tag(
+            "iframe",
+            srcdoc=page(self),
+            sandbox="allow-scripts",
+            title=f"Tuning report: {self.title}",
+            style="width:100%;height:800px;border:0",
+        )
+
+    def _repr_markdown_(self) -> str:
+        from .markdown import page
+
+        return page(self)
+
     def dumps(self) -> str:
         """The record as JSON text."""
         return as_text(self, SCHEMA)

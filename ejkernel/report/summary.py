@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .markup import Markup, joined, tag
+from ..markup import Markup, joined, tag
 from .pieces import chip, notes
 from .plots import before_after_rows
 from .record import Operation, Run

@@ -19,7 +19,7 @@ def duration(seconds: float | None) -> str:
     """A time in the unit that fits it.
 
     >>> duration(0.00123), duration(3.2e-5), duration(75), duration(None)
-    ('1.23 ms', '32 µs', '1 min 15 s', '–')
+    ('1.23 ms', '32.0 µs', '1 min 15 s', '–')
     """
     if seconds is None:
         return "–"
@@ -33,9 +33,17 @@ def duration(seconds: float | None) -> str:
 
 
 def _three_digits(number: float) -> str:
-    digits = 2 if number < 9.995 else 1 if number < 99.95 else 0
-    text = f"{number:.{digits}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
+    return f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f}"
+
+
+def rounded(seconds: float) -> str:
+    """A round time, for the marks of an axis.
+
+    >>> rounded(0.002), rounded(0.0025)
+    ('2 ms', '2.5 ms')
+    """
+    number, _, unit = duration(seconds).partition(" ")
+    return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
 
 
 def times(factor: float) -> str:
@@ -137,8 +145,8 @@ def headline(run: Run) -> Headline:
     return Headline(
         times(factor),
         _faster_title(factor, f"the {count}", plural=len(both) != 1),
-        f"One call of each took {duration(before)} with the heuristic configs and takes "
-        f"{duration(after)} now{_percent_less(before, after)}. The whole model was not run.",
+        f"One call of each took {duration(before)} before tuning and takes {duration(after)} now"
+        f"{_percent_less(before, after)}. The whole model was not run.",
         _together([how_sure(operation) for operation in run.operations]),
         before,
         after,
@@ -171,8 +179,8 @@ def _of_model(run: Run) -> Headline:
     return Headline(
         times(gain.times) if gain.is_real or not known else "≈ 1×",
         title,
-        f"One run took {duration(before)} with the heuristic configs and takes {duration(after)} "
-        f"with the tuned ones{_percent_less(before, after)}.",
+        f"One run took {duration(before)} before tuning and takes {duration(after)} now"
+        f"{_percent_less(before, after)}.",
         finding,
         before,
         after,
@@ -204,7 +212,7 @@ def _percent_less(before: float, after: float) -> str:
     percent = round(100 * (1 - after / before))
     if abs(percent) < 1:
         return ""
-    return f", {abs(percent)} % {'less' if percent > 0 else 'more'}"
+    return f", {abs(percent)} % {'less' if percent > 0 else 'more'} time"
 
 
 def _together(findings: Sequence[Finding]) -> Finding:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Generic
 
 from ..core.types import Cfg
+from ..utils.display import Displayed, Shown
 from ..utils.serialize import to_plain
 from ..utils.stable import stable_json
 
@@ -58,7 +59,7 @@ class Trial(Generic[Cfg]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome(Generic[Cfg]):
+class Outcome(Displayed, Generic[Cfg]):
     """The winner of a tuning run and all that is known about how it won.
 
     Attributes:
@@ -128,9 +129,14 @@ class Outcome(Generic[Cfg]):
 
     def explain(self) -> str:
         """Every candidate with its time or its reason, the fastest first."""
+        from ..execution.tables import as_text, outcome_table
+
+        return as_text(outcome_table(self))
+
+    def _shown(self) -> Shown:
         from ..execution.tables import outcome_table
 
-        return outcome_table(self)
+        return outcome_table(self, self.summary())
 
     def __str__(self) -> str:
         return f"{self.summary()}\n{self.explain()}"

@@ -1,11 +1,16 @@
-"""HTML that cannot be broken from inside: whatever is not markup already is escaped."""
+"""HTML and Markdown that cannot be broken from inside: whatever is not markup already is escaped.
+
+Used by the report and by what notebooks show; needs nothing, JAX least of all.
+"""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+_MARKDOWN = re.compile(r"([\\`*_{}\[\]<>|~&$#!])")
 _EMPTY = frozenset({"meta", "link", "circle", "line", "rect"})
 
 
@@ -45,3 +50,20 @@ def tag(name: str, /, *children: Any, **attributes: Any) -> Markup:
     if name in _EMPTY:
         return Markup(f"<{name}{written}/>")
     return Markup(f"<{name}{written}>{joined(children)}</{name}>")
+
+
+def escaped_markdown(text: str) -> str:
+    """Text that Markdown shows as it is, in one line.
+
+    >>> print(escaped_markdown("a|b_c <b>"))
+    a\\|b\\_c \\<b\\>
+    """
+    return _MARKDOWN.sub(r"\\\1", " ".join(text.split()))
+
+
+def markdown_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()
+) -> list[str]:
+    """Lines of a table whose cells are Markdown already; some columns aligned to the right."""
+    rule = ["---:" if i in right else "---" for i in range(len(header))]
+    return [f"| {' | '.join(row)} |" for row in (header, rule, *rows)]
