@@ -33,7 +33,7 @@ def flash(causal: bool, scale: float, block_q: int, block_k: int) -> Attention:
         return out, (q, k, v, out, lse)
 
     def pull_back(saved: Any, dout: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return xla.backward(*saved, dout, **back)
+        return xla.backward(*saved, dout, **back)[:3]
 
     attention.defvjp(save, pull_back)
     return attention
