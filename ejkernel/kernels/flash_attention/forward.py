@@ -150,7 +150,9 @@ class _Softmax(NamedTuple):
             filled(q_block, value_dim, 0.0, jnp.float32),
         )
 
-    def add(self, scores: jax.Array, v_block: jax.Array, tile: Tile, i: Index, j: Index) -> _Softmax:
+    def add(
+        self, scores: jax.Array, v_block: jax.Array, tile: Tile, i: Index, j: Index
+    ) -> _Softmax:
         largest = lax.max(self.largest, _over_keys(lax.reduce_max, scores))
         # A row that has met nothing but -inf is shifted by nothing: -inf - -inf would be NaN.
         shift = _finite(largest) if tile.may_hide_all_of_a_first_tile else largest

@@ -155,10 +155,6 @@ def _blocks_of(
 
 def _config(forward: Blocks, backward: Blocks) -> FlashAttentionConfig:
     return FlashAttentionConfig(
-        FwdParams(
-            q_blocksize=forward.q, kv_blocksize=forward.k, blocksize_heads=forward.heads
-        ),
-        BwdParams(
-            q_blocksize=backward.q, kv_blocksize=backward.k, blocksize_heads=backward.heads
-        ),
+        FwdParams(q_blocksize=forward.q, kv_blocksize=forward.k, blocksize_heads=forward.heads),
+        BwdParams(q_blocksize=backward.q, kv_blocksize=backward.k, blocksize_heads=backward.heads),
     )

@@ -72,8 +72,10 @@ def pad(x: jax.Array, length: int, axis: int, value: float = 0.0) -> jax.Array:
 def filled(like: jax.Array, features: int, value: float, dtype: Any) -> jax.Array:
     """A constant array with another last dimension; made of `like` to be sharded as it is."""
     one = lax.full_like(lax.slice_in_dim(like, 0, 1, axis=like.ndim - 1), value, dtype)
-    return one if features == 1 else lax.broadcast_in_dim(
-        one, (*like.shape[:-1], features), tuple(range(like.ndim))
+    return (
+        one
+        if features == 1
+        else lax.broadcast_in_dim(one, (*like.shape[:-1], features), tuple(range(like.ndim)))
     )
 
 

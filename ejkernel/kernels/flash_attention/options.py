@@ -44,6 +44,10 @@ class Options:
     first_example: Index = 0
     first_head: Index = 0
 
+    def __post_init__(self) -> None:
+        if self.segment_ids is not None and self.kv_segment_ids is None:
+            object.__setattr__(self, "kv_segment_ids", self.segment_ids)
+
     @property
     def band(self) -> Window:
         """How far back and how far ahead a query sees; None: without limit."""

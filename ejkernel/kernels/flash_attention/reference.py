@@ -87,9 +87,7 @@ def attention_reference(
     every_k = jnp.repeat(k.astype(jnp.float32), repeat, axis=2)
     every_v = jnp.repeat(v.astype(jnp.float32), repeat, axis=2)
 
-    scores = scale * jnp.einsum(
-        "bqhd,bkhd->bhqk", q.astype(jnp.float32), every_k, precision=exact
-    )
+    scores = scale * jnp.einsum("bqhd,bkhd->bhqk", q.astype(jnp.float32), every_k, precision=exact)
     if logits_soft_cap is not None:
         scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
     if bias is not None:

@@ -173,9 +173,7 @@ def _joined(
     return parts[0] + parts[1], lse
 
 
-def _with_sinks(
-    out: jax.Array, lse: jax.Array, sinks: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _with_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The same with one more logit per head in the denominator."""
     joint = jnp.logaddexp(lse, sinks.astype(jnp.float32)[None, :, None])
     joint = jnp.where(jnp.isneginf(lse), lse, joint)

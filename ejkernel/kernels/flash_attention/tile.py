@@ -139,9 +139,7 @@ class Tile:
             visible = part if visible is None else lax.bitwise_and(*_same_shape(visible, part))
         return visible
 
-    def _same_segment(
-        self, q_ids: jax.Array, k_ids: jax.Array, i: Index, j: Index
-    ) -> jax.Array:
+    def _same_segment(self, q_ids: jax.Array, k_ids: jax.Array, i: Index, j: Index) -> jax.Array:
         q_ids = block(pad(q_ids, self.tiling.padded_q_len, 1), i, self.tiling.block_q, 1)
         k_ids = block(pad(k_ids, self.tiling.padded_k_len, 1), j, self.tiling.block_k, 1)
         return self._placed(q_ids[:, None, :, None, None] == k_ids[:, None, None, None, :])
