@@ -257,4 +257,4 @@ def varying_alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, A
 def _varying(leaf: Any) -> frozenset[str]:
     if not isinstance(leaf, jax.core.Tracer):
         return frozenset()
-    return getattr(jax.typeof(leaf), "vma", frozenset())
+    return jax.typeof(leaf).manual_axis_type.varying

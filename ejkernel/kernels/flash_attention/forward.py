@@ -1,17 +1,17 @@
 r"""The forward pass in plain JAX: tiles and an online softmax.
 
-Walking over the key blocks, every query row keeps three numbers: the largest score so far :math:`m`,
-the sum :math:`l = \sum_j e^{s_j - m}` and the output :math:`a = \sum_j e^{s_j - m} v_j`. A new block
-with scores :math:`s'` replaces them by
+Walking over the key blocks, every query row keeps three numbers: the largest score so far
+:math:`m`, the sum :math:`l = \sum_j e^{s_j - m}` and the output :math:`a = \sum_j e^{s_j - m} v_j`.
+A new block with scores :math:`s'` replaces them by
 
 .. math::
     m' = \max(m, \max_j s'_j), \quad
     l' = e^{m - m'} l + \sum_j e^{s'_j - m'}, \quad
     a' = e^{m - m'} a + \sum_j e^{s'_j - m'} v_j ,
 
-and at the end :math:`o = a / l`, while :math:`\mathrm{lse} = m + \log l` is kept for the backward. A
-sink with logit :math:`z` joins at the end, as one more key without a value. Dropout touches
-:math:`a` and not :math:`l`.
+and at the end :math:`o = a / l`, while :math:`\mathrm{lse} = m + \log l` is kept for the backward.
+A sink joins at the end, as one more key without a value. Dropout touches :math:`a` and not
+:math:`l`.
 """
 
 from __future__ import annotations

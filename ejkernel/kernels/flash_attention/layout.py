@@ -1,8 +1,8 @@
 """How arrays are cut into blocks and laid out as rows of a tile.
 
 Everything here and in the passes is written with `jax.lax`, not `jax.numpy`: an operator of
-`jax.numpy` is a jitted function of its own, and dozens of them made tracing an attention three times
-as long.
+`jax.numpy` is a jitted function of its own, and dozens of them made tracing an attention three
+times as long.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ device has after a step is exact attention to the keys met so far; two such resu
 .. math::
     l = \log(e^{l_1} + e^{l_2}), \qquad o = e^{l_1 - l} o_1 + e^{l_2 - l} o_2 .
 
-In the backward pass the gradients of the keys and values travel along with them, each device adding
-its part, and are at home when the round is over. A share that a device's queries do not see, because
-it lies in their future or outside of their window, costs nothing but its passage.
+In the backward pass the gradients of the keys and values travel along with them, each device
+adding its part, and are at home when the round is over. A share that a device's queries do not see,
+because it lies in their future or outside of their window, costs nothing but its passage.
 
 Runs inside `shard_map`. The local arrays are shares of equal length in the order of the axis;
 lengths, windows and dropout count positions of the whole sequence; `bias` and `mask` hold the
@@ -187,7 +187,7 @@ def _by_row(x: jax.Array) -> jax.Array:
 
 
 def _with_part(whole: jax.Array, part: jax.Array, owner: jax.Array) -> jax.Array:
-    """A bias gradient with that of one share's columns added; of a bias without columns, the sum."""
+    """A bias gradient with that of one share's columns added; if it has none, the sum."""
     if whole.shape == part.shape:
         return whole + part
     size = part.shape[3]
