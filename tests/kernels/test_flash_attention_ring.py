@@ -16,7 +16,6 @@ from ejkernel.kernels.flash_attention import FlashAttentionConfig
 from ejkernel.modules import flash_attention
 from ejkernel.ops import BwdParams, FwdParams
 
-
 DEVICES = 4
 SMALL = FlashAttentionConfig(
     FwdParams(q_blocksize=4, kv_blocksize=3), BwdParams(q_blocksize=3, kv_blocksize=4)
@@ -107,5 +106,5 @@ def test_ring_attention(options: dict[str, Any], check_vma: bool) -> None:
 
 
 def test_an_axis_that_is_not_there_is_named() -> None:
-    with pytest.raises(ValueError, match="no mesh axis 'ring'.*shard_map"):
+    with pytest.raises(ValueError, match=r"no mesh axis 'ring'.*shard_map"):
         flash_attention(**arrays(), sequence_axis="ring")

@@ -257,4 +257,5 @@ def varying_alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, A
 def _varying(leaf: Any) -> frozenset[str]:
     if not isinstance(leaf, jax.core.Tracer):
         return frozenset()
-    return jax.typeof(leaf).manual_axis_type.varying
+    varying: frozenset[str] = jax.typeof(leaf).manual_axis_type.varying
+    return varying

@@ -108,7 +108,7 @@ def backward(
 def softmax_statistics(
     out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """`lse` and `delta`, `(batch, heads, q_len)`, such that a query that sees nothing adds nothing."""
+    """`lse` and `delta`, `(batch, heads, q_len)`; a query that sees nothing adds nothing."""
     delta = lax.reduce_sum(lax.mul(float32(dout), float32(out)), (3,))
     delta = lax.transpose(delta, (0, 2, 1))
     if dlse is not None:
@@ -151,12 +151,12 @@ def partial_gradients(
     lse, delta = _as_feature(lse), _as_feature(delta)
     lse, delta = pad(lse, tiling.padded_q_len, 1, _NOTHING_SEEN), pad(delta, tiling.padded_q_len, 1)
 
-    empty = Gradients(*(filled(x, x.shape[-1], 0.0, dtype or x.dtype) for x in (q, k, v)), {})
+    zeros = [filled(x, x.shape[-1], 0.0, dtype or x.dtype) for x in (q, k, v)]
+    empty = Gradients(zeros[0], zeros[1], zeros[2], {})
     if options.bias is not None:
         empty.by_keyword["bias"] = lax.full_like(options.bias, 0, jnp.float32)
 
     def differentiate(part: Slice, sums: Gradients) -> Gradients:
-        queries = tuple(part.queries(x) for x in (q, dout, lse, delta))
         mine = Gradients(
             sums.dq,
             part.keys(sums.dk),
@@ -164,7 +164,15 @@ def partial_gradients(
             {name: part.of_table(x) for name, x in sums.by_keyword.items()},
         )
         new = _differentiate(
-            *queries, part.keys(k), part.keys(v), mine, part.options(options), tiling
+            part.queries(q),
+            part.queries(dout),
+            part.queries(lse),
+            part.queries(delta),
+            part.keys(k),
+            part.keys(v),
+            mine,
+            part.options(options),
+            tiling,
         )
         return Gradients(
             part.set(sums.dq, new.dq),

@@ -43,7 +43,8 @@ def keep_mask(
         state = _mix(state + key[word])
     for coordinate in (batch, head, query, kv):
         state = _mix(state + jnp.asarray(coordinate).astype(jnp.uint32))
-    return state >= jnp.uint32(min(int(rate * 2**32), 2**32 - 1))
+    keep: jax.Array = state >= jnp.uint32(min(int(rate * 2**32), 2**32 - 1))
+    return keep
 
 
 def _mix(x: jax.Array) -> jax.Array:

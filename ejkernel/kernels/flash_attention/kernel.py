@@ -111,7 +111,7 @@ class FlashAttention(Kernel[FlashAttentionConfig, Out]):
     def vjp_xla(
         self,
         lse: jax.Array,
-        out: Out,
+        out: Any,
         dout: Any,
         q: jax.Array,
         k: jax.Array,
@@ -144,13 +144,14 @@ def _blocks_for(q: Any, k: Any, options: Mapping[str, Any], *, backward: bool) -
 
 def _blocks_of(
     params: FwdParams | BwdParams, q: Any, k: Any, options: Mapping[str, Any], *, backward: bool
-) -> dict[str, int | None]:
+) -> dict[str, Any]:
     """The blocks of a config; what it leaves open comes from the heuristic."""
-    chosen = (params.q_blocksize, params.kv_blocksize, params.blocksize_heads)
-    if None in chosen:
-        default = _blocks_for(q, k, options, backward=backward)
-        chosen = tuple(c or d for c, d in zip(chosen, default, strict=True))
-    return dict(zip(("block_q", "block_k", "block_heads"), chosen, strict=True))
+    default = _blocks_for(q, k, options, backward=backward)
+    return {
+        "block_q": params.q_blocksize or default.q,
+        "block_k": params.kv_blocksize or default.k,
+        "block_heads": params.blocksize_heads or default.heads,
+    }
 
 
 def _config(forward: Blocks, backward: Blocks) -> FlashAttentionConfig:

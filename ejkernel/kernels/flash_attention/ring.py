@@ -45,13 +45,21 @@ def ring_forward(
     """As `forward`, with the sequence shared out over `sequence_axis`."""
     options = Options(**keywords)
     ring = _Ring.of(sequence_axis)
-    blocks = {"block_q": block_q, "block_k": block_k, "block_heads": block_heads}
 
     def step(t: Any, state: Any) -> Any:
         share, out, lse = state
         owner = ring.owner(t)
         own = ring.options(options, share, owner, q.shape[1], k.shape[1]).replace(sinks=None)
-        met = forward(q, share.k, share.v, out_dtype=jnp.float32, **blocks, **_fields(own))
+        met = forward(
+            q,
+            share.k,
+            share.v,
+            block_q=block_q,
+            block_k=block_k,
+            block_heads=block_heads,
+            out_dtype=jnp.float32,
+            **vars(own),
+        )
         return ring.passed_on(share), *_joined((out, lse), met)
 
     share = _Share(k, v, options.kv_segment_ids)
@@ -108,7 +116,7 @@ def ring_backward(
     if options.bias is not None:
         by_keyword["bias"] = lax.full_like(options.bias, 0, jnp.float32)
     zeros = tuple(lax.full_like(x, 0, jnp.float32) for x in (k, v, q))
-    start = (_Share(k, v, options.kv_segment_ids), *zeros, by_keyword)
+    start: Any = (_Share(k, v, options.kv_segment_ids), *zeros, by_keyword)
     _, dk, dv, dq, by_keyword = loop(0, ring.size, step, start)
     if options.sinks is not None:
         by_keyword = {**by_keyword, "sinks": sinks_gradient(options.sinks, lse, delta)}
@@ -156,10 +164,6 @@ class _Ring(NamedTuple):
             first_query=self.here * q_len,
             first_key=owner * k_len,
         )
-
-
-def _fields(options: Options) -> dict[str, Any]:
-    return dict(vars(options))
 
 
 def _joined(

@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .layout import Index, ceil_div, clamp, larger, minus, pad, plus, quotient, smaller, times
 from .options import Options
@@ -194,7 +195,7 @@ def _id_bounds(
     if lengths is not None:
         exists = exists & (jnp.arange(blocks * size)[None] + first < lengths[:, None])
     ids = pad(ids.astype(jnp.int32), blocks * size, 1)
-    limits = jnp.iinfo(jnp.int32)
+    limits = np.iinfo(np.int32)
     low, high = jnp.where(exists, ids, limits.max), jnp.where(exists, ids, limits.min)
     cut = (-1, blocks, size)
     return low.reshape(cut).min(axis=2), high.reshape(cut).max(axis=2)
