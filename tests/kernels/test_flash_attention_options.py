@@ -38,10 +38,9 @@ ORDERED = {
 }
 # Most of a test is compiling, so options that do not touch each other are tested together.
 CASES: dict[str, dict[str, Any]] = {
-    "bias": {"bias": normal(BATCH, HEADS, Q_LEN, KV_LEN)},
     "bias per key": {"bias": normal(KV_LEN), "window": (5, None)},
     "bias per head": {"bias": normal(1, HEADS, 1, 1), "window": (None, 2)},
-    "bias per example and query": {"bias": normal(BATCH, 1, Q_LEN, 1), "return_lse": True},
+    "bias per example and query": {"bias": normal(BATCH, 1, Q_LEN, 1), "window": (2, 6)},
     "bias that hides": {"bias": jnp.where(jnp.asarray(MASK), 0.5, -jnp.inf), "causal": True},
     "mask": {"mask": jnp.asarray(MASK), "return_lse": True},
     "mask of keys": {"mask": jnp.asarray(MASK[:, :1, :1]), "window": 3},
@@ -52,7 +51,6 @@ CASES: dict[str, dict[str, Any]] = {
         "kv_segment_ids": integers(-3, 3, BATCH, KV_LEN),
         "causal": True,
     },
-    "window": {"window": (2, 6), "return_lse": True},
     "window and causal": {"window": 6, "causal": True},
     "soft cap": {"logits_soft_cap": 0.7, "causal": True},
     "sinks": {"sinks": 2 * normal(HEADS), "return_lse": True, "causal": True},
@@ -86,7 +84,7 @@ COMBINED = st.sets(st.sampled_from(sorted(ANY)), min_size=4).flatmap(
 )
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     chosen=COMBINED,
     lengths=st.tuples(st.integers(1, 21), st.integers(1, 21)),
@@ -150,22 +148,22 @@ def tiles_needed(**options: Any) -> tuple[int, int]:
     return tuple(sum(max(0, int(end) - int(begin)) for begin, _, end in x) for x in (ahead, back))
 
 
-@pytest.mark.parametrize(
-    ("options", "count"),
-    [
+def test_what_is_not_seen_is_not_computed() -> None:
+    in_four = jnp.asarray(np.arange(64)[None] // 16)
+    first_keys = jnp.asarray(np.arange(64) < 8).reshape(1, 1, 1, 64)
+    expected: list[tuple[dict[str, Any], int]] = [
         ({}, 64),
         ({"causal": True}, 36),
-        ({"causal": True, "window": (8, 0)}, 8 + 7 + 6),
+        ({"causal": True, "window": (8, 0)}, 8 + 7),
         ({"window": (1, 1)}, 8 + 7 + 7),
-        ({"segment_ids": jnp.arange(64)[None] // 16}, 4 * 4),
-        ({"segment_ids": jnp.arange(64)[None] // 16, "causal": True}, 4 * 3),
+        ({"segment_ids": in_four}, 4 * 4),
+        ({"segment_ids": in_four, "causal": True}, 4 * 3),
         ({"kv_lengths": jnp.array([10])}, 8 * 2),
         ({"q_lengths": jnp.array([10]), "kv_lengths": jnp.array([20])}, 2 * 3),
-        ({"mask": (jnp.arange(64) < 8).reshape(1, 1, 1, 64)}, 8),
-    ],
-)
-def test_what_is_not_seen_is_not_computed(options: dict[str, Any], count: int) -> None:
-    assert tiles_needed(**options) == (count, count)
+        ({"mask": first_keys}, 8),
+    ]
+    for options, count in expected:
+        assert tiles_needed(**options) == (count, count), options
 
 
 def test_only_the_needed_tiles_are_computed() -> None:
@@ -184,16 +182,3 @@ def test_only_the_needed_tiles_are_computed() -> None:
         forward(**inputs, **blocks, segment_ids=segments)
         jax.effects_barrier()
     assert len(seen) == 4 * 3
-
-
-def test_a_learned_bias_costs_memory_only_if_it_is_learned() -> None:
-    """At this size the gradient of the bias would take 16 MiB; nothing else is nearly as large."""
-    shape = jax.ShapeDtypeStruct((1, 2048, 1, 16), jnp.float32)
-    table = jax.ShapeDtypeStruct((1, 1, 2048, 2048), jnp.float32)
-
-    def loss(q: jax.Array, bias: jax.Array) -> jax.Array:
-        return flash_attention(q, q, q, bias=bias).sum()
-
-    memory = jax.jit(jax.grad(loss)).lower(shape, table).compile().memory_analysis()
-    assert memory is not None
-    assert memory.temp_size_in_bytes < 8 * 2**20

@@ -11,6 +11,12 @@ from .options import Window
 # if that product's result has at least this many elements. Smaller tiles leave cores idle.
 _THREADED_TILE = 512 * 256
 
+# The scores of all heads in a tile: so many are still near when they are read again.
+_CACHED_TILE = 8 * _THREADED_TILE
+
+# Left and right of a window together, up to which small tiles skip more than threads would gain.
+_NARROW = 256
+
 
 class Blocks(NamedTuple):
     """Most queries, keys, and key heads (those of all examples counted) in a tile."""
@@ -39,18 +45,25 @@ def default_blocks(
       pass the roles are exchanged.
     * If even the whole matrix is too small for threads, one tile is best, except in a causal
       forward pass, where tiles of 64 skip almost half of the work.
+    * A narrow window is worth tiles that are too small for threads: they skip more.
+    * More than 8 heads at once leave the caches: a batch of 4 then takes up to 5 times as long.
     * ``head_dim`` changed the times but never the order, so it is not used.
+
+    Where examples have lengths or segments of their own (`by_example`), one at a time skips most.
     """
-    del window
-    (batch, q_len, _, _), (_, k_len, kv_heads, _) = q_shape, k_shape
-    heads = kv_heads if by_example else batch * kv_heads
-    if q_len * k_len < _THREADED_TILE:
-        largest = 64 if causal and not backward else _THREADED_TILE
-        return Blocks(max(1, min(q_len, largest)), max(1, min(k_len, largest)), heads)
-    if backward:
-        block_k, block_q = _long_and_short_block(k_len, q_len)
+    (batch, q_len, q_heads, _), (_, k_len, kv_heads, _) = q_shape, k_shape
+    group = q_heads // kv_heads  # the heads that share keys are rows of the same tile
+    left, right = window or (None, None)
+    narrow = left is not None and right is not None and left + right <= _NARROW
+    if group * q_len * k_len < _THREADED_TILE or narrow:
+        largest = 128 if narrow else 64 if causal and not backward else _THREADED_TILE
+        block_q, block_k = min(q_len, largest), min(k_len, largest)
+    elif backward:
+        block_k, block_q = _long_and_short_block(k_len, q_len, short_rows=group)
     else:
-        block_q, block_k = _long_and_short_block(q_len, k_len)
+        block_q, block_k = _long_and_short_block(q_len, k_len, long_rows=group)
+    in_cache = max(1, _CACHED_TILE // (group * block_q * block_k))
+    heads = min(in_cache, kv_heads if by_example else batch * kv_heads)
     return Blocks(block_q, block_k, heads)
 
 
@@ -65,13 +78,19 @@ def candidate_blocks(
     return list(dict.fromkeys(found))
 
 
-_FORWARD_SIDES = ((64, 64), (128, 128), (256, 256), (256, 512), (512, 256), (512, 512))
-_BACKWARD_SIDES = ((128, 128), (256, 256), (256, 512), (512, 256), (512, 512), (128, 1024))
+_FORWARD_SIDES = ((64, 64), (128, 128), (256, 256), (512, 256))
+_BACKWARD_SIDES = ((128, 128), (256, 256), (256, 512), (512, 512))
 
 
-def _long_and_short_block(long_len: int, short_len: int) -> tuple[int, int]:
-    """A block of at most 512, and the smallest other one that makes the tile large enough."""
-    long_block = ceil_div(long_len, ceil_div(long_len, 512))  # equal blocks, as in Tiling
-    needed = ceil_div(_THREADED_TILE, long_block)
+def _long_and_short_block(
+    long_len: int, short_len: int, long_rows: int = 1, short_rows: int = 1
+) -> tuple[int, int]:
+    """A block of at most 512 rows, and the smallest other one that makes the tile large enough.
+
+    A query is as many rows of a tile as there are heads that share its keys.
+    """
+    most = max(1, 512 // long_rows)
+    long_block = ceil_div(long_len, ceil_div(long_len, most))  # equal blocks, as in Tiling
+    needed = ceil_div(_THREADED_TILE, long_block * long_rows * short_rows)
     # Rounding the number of blocks down rounds the size of equal blocks up.
     return long_block, ceil_div(short_len, max(1, short_len // needed))
