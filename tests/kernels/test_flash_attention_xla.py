@@ -33,7 +33,7 @@ def flash(causal: bool, scale: float, block_q: int, block_k: int) -> Attention:
         return out, (q, k, v, out, lse)
 
     def pull_back(saved: Any, dout: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return xla.backward(*saved, dout, **back)
+        return xla.backward(*saved, dout, **back)[:3]
 
     attention.defvjp(save, pull_back)
     return attention
@@ -133,7 +133,8 @@ def test_half_precision_is_computed_in_float32(dtype: Any) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_default_blocks_agree_with_jax(causal: bool) -> None:
     arrays = inputs(300, 300, head_dim=32, value_dim=32)
-    block_q, block_k = xla.default_blocks(300, 300, 32, causal=causal, backward=False)
+    shape = (2, 300, 2, 32)
+    block_q, block_k, _ = xla.default_blocks(shape, shape, causal=causal, backward=False)
     ours = value_and_gradients(flash(causal, 32**-0.5, block_q, block_k), arrays, optimised=True)
     theirs = value_and_gradients(
         lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=causal), arrays
@@ -146,9 +147,13 @@ def test_default_blocks_agree_with_jax(causal: bool) -> None:
 @pytest.mark.parametrize("q_len", [1, 257, 777, 4096])
 @pytest.mark.parametrize("k_len", [1, 300, 2048])
 def test_default_blocks_fit(q_len: int, k_len: int, backward: bool, causal: bool) -> None:
-    block_q, block_k = xla.default_blocks(q_len, k_len, 64, causal=causal, backward=backward)
-    assert 1 <= block_q <= q_len
-    assert 1 <= block_k <= k_len
+    q_shape, k_shape = (3, q_len, 8, 64), (3, k_len, 2, 64)
+    options = {"causal": causal, "backward": backward}
+    for more in ({}, {"by_example": True}, {"window": (30, 30)}):
+        block_q, block_k, heads = xla.default_blocks(q_shape, k_shape, **options, **more)
+        assert 1 <= block_q <= q_len
+        assert 1 <= block_k <= k_len
+        assert 1 <= heads <= 6
 
 
 def test_log_sum_exp() -> None:
