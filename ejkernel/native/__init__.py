@@ -13,6 +13,7 @@ everything works as before: the XLA implementations serve, and :func:`status` sa
 from .libraries import FLASH_ATTENTION, LIBRARIES, Library
 from .loading import loaded, why_not
 from .state import BuildFailed, Status, build, status
+from .toolchain import find_compiler
 
 __all__ = [
     "FLASH_ATTENTION",
@@ -21,6 +22,7 @@ __all__ = [
     "Library",
     "Status",
     "build",
+    "find_compiler",
     "loaded",
     "status",
     "why_not",

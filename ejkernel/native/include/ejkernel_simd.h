@@ -46,6 +46,7 @@ EJ_INLINE vec select(ivec mask, vec yes, vec no) {
   return (vec)(((ivec)yes & mask) | ((ivec)no & ~mask));
 }
 
+// b where one of them is NaN, as the processors' own instruction has it.
 EJ_INLINE vec larger(vec a, vec b) { return a > b ? a : b; }
 
 EJ_INLINE float largest(vec value) {
@@ -69,7 +70,7 @@ EJ_INLINE ivec counting() {
 // 2^x for x < 127.5, relative error 1.5e-7; exactly zero below -126.5, NaN for NaN. What it gives
 // for larger numbers has no meaning.
 EJ_INLINE vec exp2(vec x) {
-  x = x < all(-127.0f) ? all(-127.0f) : x;  // in this order NaN stays NaN
+  x = larger(all(-127.0f), x);  // in this order NaN stays NaN
   // Adding 1.5 * 2^23 rounds to an integer, which then stands in the lowest bits; 127 more is the
   // bias of the exponent, so a shift turns the bits into 2^integer.
   const float magic = 12582912.0f + 127.0f;

@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
+from ejkernel.native import loading as native
+
 from ..utils.fingerprint import current_device
 from ..utils.stable import short_hash
 from .bench import CandidateError, Clock, Function, Lowered
@@ -184,6 +186,7 @@ class WorkerBench:
             "platform": self._platform,
             "kept": list(exported.module_kept_var_idx),
             "outputs": [describe(aval) for aval in exported.out_avals],
+            "native": native.loaded(),
         }
         # The module alone does not tell how its outputs are named and nested.
         named = [str(part) for part in jax.tree_util.tree_flatten_with_path(outputs)]

@@ -25,6 +25,8 @@ import numpy as np
 from jax import export
 from jax.experimental import serialize_executable
 
+from ejkernel.native import loading as native
+
 from ..utils.serialize import dtype_name
 from .bench import CandidateError, Clock, LocalBench, LocalHandle, Lowered
 from .judge import differs
@@ -194,6 +196,7 @@ class _Bench:
         self._like: dict[str, export.Exported] = {}
 
     def program(self, header: Header, module: bytes) -> _Program:
+        native.load_same(header["native"])
         signature = json.dumps([header["platform"], header["outputs"]])
         if signature not in self._like:
             outputs = [_abstract(description) for description in header["outputs"]]

@@ -11,14 +11,18 @@
 namespace ejkernel {
 
 // Blocks of keys are cut into strips in one product and into panels in another.
-constexpr long BOTH = ROWS * COLUMNS / (COLUMNS % ROWS == 0 ? ROWS : ROWS % 4 == 0 ? 4 : 2);
+constexpr long common(long a, long b) { return b == 0 ? a : common(b, a % b); }
+constexpr long BOTH = ROWS * COLUMNS / common(ROWS, COLUMNS);
 
 class Backward {
+  typedef Tile<192> Scores;
+  static constexpr long MOST_ROWS = 384;
+
  public:
   Backward(const Problem& problem, long block_q, long block_k, long workers)
       : p(problem),
         block_q_(round_up(least(least(block_q, MOST_ROWS), p.rows()), ROWS)),
-        block_k_(round_up(least(least(block_k, MOST_KEYS), p.k_len), BOTH)) {
+        block_k_(round_up(least(least(block_k, Scores::MOST_KEYS), p.k_len), BOTH)) {
     // Several parts for each thread, so that all of them are done at about the same time; but not
     // smaller than they have to be, for each part packs the queries anew.
     const long blocks = ceil_div(p.k_len, block_k_);
@@ -64,8 +68,6 @@ class Backward {
     }
   }
 
-  static constexpr long MOST_ROWS = 384;
-
  private:
   struct Span {
     long begin, end;
@@ -96,8 +98,8 @@ class Backward {
       take(k_panels, keys * p.padded_dim);
       take(dk, keys * p.padded_dim);
       take(dv, keys * p.padded_value_dim);
-      take(weights, pass.block_q_ * TILE);
-      take(slopes, pass.block_q_ * TILE);
+      take(weights, pass.block_q_ * Scores::STRIDE);
+      take(slopes, pass.block_q_ * Scores::STRIDE);
       take(line, most(COLUMNS, 2) * most(p.padded_dim, p.padded_value_dim));
     }
   };
@@ -189,12 +191,12 @@ class Backward {
     if (!any) return;
     // Strips of keys may reach beyond the last panel.
     for (long c = width; c < round_up(width, ROWS); c++)
-      for (long r = 0; r < last - first; r++) m.weights[r * TILE + c] = m.slopes[r * TILE + c] = 0;
+      for (long r = 0; r < last - first; r++) m.weights[r * Scores::STRIDE + c] = m.slopes[r * Scores::STRIDE + c] = 0;
     for (long c = 0; c < key_end - key; c += ROWS) {
       const Span rows = rows_that_see(b, key + c, least(key + c + ROWS, key_end));
       const long from = most(rows.begin, first), until = least(rows.end, last);
       if (from >= until) continue;
-      const long at = (from - first) * TILE + c;
+      const long at = (from - first) * Scores::STRIDE + c;
       add_products(m.dv + c * p.padded_value_dim, p.padded_value_dim, m.weights + at, m.dout_panels,
                    from, until);
       add_products(m.dk + c * p.padded_dim, p.padded_dim, m.slopes + at, m.q_panels, from, until);
@@ -207,7 +209,7 @@ class Backward {
       for (long d = 0; d < p.padded_dim; d += COLUMNS) {
         Sums found;
         load_sums(found, sums + d, p.padded_dim);
-        multiply_tile_rows(found, m.slopes + s * ROWS * TILE + from,
+        Scores::multiply_rows(found, m.slopes + s * ROWS * Scores::STRIDE + from,
                            m.k_panels + d * block_k_ + from * COLUMNS, until - from);
         store_sums(found, sums + d, p.padded_dim);
       }
@@ -220,7 +222,7 @@ class Backward {
     for (long d = 0; d < width; d += COLUMNS) {
       Sums found;
       load_sums(found, sums + d, width);
-      multiply_tile_columns(found, tile, panels + d * padded_rows() + from * COLUMNS, until - from);
+      Scores::multiply_columns(found, tile, panels + d * padded_rows() + from * COLUMNS, until - from);
       store_sums(found, sums + d, width);
     }
   }
@@ -228,43 +230,47 @@ class Backward {
   // The weights of a strip of rows and a panel of keys, and the slopes of the loss in its scores.
   void weigh(const Memory& m, long row, long tile_row, long key, long c,
              const StripMask& mask) const {
-    float* weights = m.weights + tile_row * TILE + c;
-    float* slopes = m.slopes + tile_row * TILE + c;
+    float* weights = m.weights + tile_row * Scores::STRIDE + c;
+    float* slopes = m.slopes + tile_row * Scores::STRIDE + c;
     Sums found;
-    clear(found);
+    begin_below(found, m.lse + row);
     multiply_strip(found, m.q_strips + row * p.dim, m.k_transposed + c * p.dim, p.dim);
     const bool capped = p.soft_cap != 0;
-    if (__builtin_expect(capped, 0)) cap(found, slopes);
+    if (__builtin_expect(capped, 0)) cap(found, m, row, c, slopes);
     if (__builtin_expect(mask.hides_some_of(key + c), 0)) mask.hide(found, key + c);
     EJ_UNROLL for (int r = 0; r < ROWS; r++)
       EJ_UNROLL for (int j = 0; j < VECTORS; j++)
-        store(weights + r * TILE + j * LANES, exp2(found[r][j] - m.lse[row + r]));
-    clear(found);
+        store(weights + r * Scores::STRIDE + j * LANES, exp2(found[r][j]));
+    begin_below(found, m.delta + row);
     multiply_strip(found, m.dout_strips + row * p.value_dim, m.v_transposed + c * p.value_dim,
                    p.value_dim);
     EJ_UNROLL for (int r = 0; r < ROWS; r++)
       EJ_UNROLL for (int j = 0; j < VECTORS; j++) {
-        vec slope = load(weights + r * TILE + j * LANES) * (found[r][j] - m.delta[row + r]);
-        if (__builtin_expect(capped, 0)) slope *= load(slopes + r * TILE + j * LANES);
-        store(slopes + r * TILE + j * LANES, slope);
+        vec slope = load(weights + r * Scores::STRIDE + j * LANES) * found[r][j];
+        if (__builtin_expect(capped, 0)) slope *= load(slopes + r * Scores::STRIDE + j * LANES);
+        store(slopes + r * Scores::STRIDE + j * LANES, slope);
       }
   }
 
-  // Caps scores; leaves the derivative of the cap where the slopes will be.
-  __attribute__((noinline)) void cap(Sums& scores, float* derivative) const {
+  // Computes scores anew, without the log-sum-exp (which may be infinite), and caps them; leaves the
+  // derivative of the cap where the slopes will be.
+  __attribute__((noinline)) void cap(Sums& scores, const Memory& m, long row, long c,
+                                     float* derivative) const {
+    clear(scores);
+    multiply_strip(scores, m.q_strips + row * p.dim, m.k_transposed + c * p.dim, p.dim);
     for (int r = 0; r < ROWS; r++)
       for (int j = 0; j < VECTORS; j++) {
         vec t = tanh(scores[r][j] * (LN_2 / p.soft_cap));
-        scores[r][j] = t * (p.soft_cap * LOG2_E);
-        store(derivative + r * TILE + j * LANES, 1.0f - t * t);
+        scores[r][j] = t * (p.soft_cap * LOG2_E) - m.lse[row + r];
+        store(derivative + r * Scores::STRIDE + j * LANES, 1.0f - t * t);
       }
   }
 
   void clear_scores(const Memory& m, long tile_row, long c) const {
     Sums zeros;
     clear(zeros);
-    store_sums(zeros, m.weights + tile_row * TILE + c, TILE);
-    store_sums(zeros, m.slopes + tile_row * TILE + c, TILE);
+    store_sums(zeros, m.weights + tile_row * Scores::STRIDE + c, Scores::STRIDE);
+    store_sums(zeros, m.slopes + tile_row * Scores::STRIDE + c, Scores::STRIDE);
   }
 
   void write_dq(const float* from, long b, long h, long row) const {

@@ -12,11 +12,14 @@ namespace ejkernel {
 constexpr float FAR_ABOVE = 24;
 
 class Forward {
+  typedef Tile<480> Scores;
+  static constexpr long MOST_STRIPS = 64;
+
  public:
   Forward(const Problem& problem, long block_q, long block_k)
       : p(problem),
         block_q_(round_up(least(least(block_q, MOST_STRIPS * ROWS), p.rows()), ROWS)),
-        block_k_(round_up(least(least(block_k, MOST_KEYS), p.k_len), COLUMNS)) {}
+        block_k_(round_up(least(least(block_k, Scores::MOST_KEYS), p.k_len), COLUMNS)) {}
 
   Array out, lse;
 
@@ -28,7 +31,7 @@ class Forward {
   }
   long scratch_size() const {
     return Scratch::padded(block_q_ * p.dim) + Scratch::padded(block_q_ * p.padded_value_dim) +
-           ROWS * TILE + Scratch::padded(COLUMNS * most(p.dim, p.padded_value_dim));
+           ROWS * Scores::STRIDE + Scratch::padded(COLUMNS * most(p.dim, p.padded_value_dim));
   }
 
   // --- first all keys and values are packed, then rows are worked on ---
@@ -63,7 +66,7 @@ class Forward {
     float* strips = scratch;
     float* sums = strips + Scratch::padded(block_q_ * p.dim);
     float* tile = sums + Scratch::padded(block_q_ * p.padded_value_dim);
-    float* line = tile + ROWS * TILE;
+    float* line = tile + ROWS * Scores::STRIDE;
 
     pack_strips(strips, p.query_rows(p.q, b, h, p.dim), first, last, line, p.scale * LOG2_E);
     const long count = ceil_div(last - first, ROWS);
@@ -82,9 +85,12 @@ class Forward {
         long until = least(key + block_k_, round_up(mask.end, COLUMNS));
         while (from < until && !mask.sees(from)) from += COLUMNS;
         while (from < until && !mask.sees(until - COLUMNS)) until -= COLUMNS;
-        if (from < until)
+        while (from < until) {
+          const long end = found[s].settled ? until : least(until, from + FIRST_KEYS);
           add_keys(found[s], strips + s * ROWS * p.dim, sums + s * ROWS * p.padded_value_dim, keys,
-                   values, from, until, mask, tile);
+                   values, from, end, mask, tile);
+          from = end;
+        }
       }
     for (long row = first; row < last; row++)
       finish(found[(row - first) / ROWS], (row - first) % ROWS,
@@ -93,10 +99,11 @@ class Forward {
 
   long block_q() const { return block_q_; }
 
-  static constexpr long KEYS_PER_ITEM = COLUMNS * 16;
-  static constexpr long MOST_STRIPS = 64;
-
  private:
+  static constexpr long KEYS_PER_ITEM = COLUMNS * 16;
+  // A first look at so many keys gives the references.
+  static constexpr long FIRST_KEYS = COLUMNS * ceil_div(32, COLUMNS);
+
   // What the rows of a strip remember of the keys they met: relative to `reference`, the sum of
   // the weights, still spread over the lanes.
   struct Strip {
@@ -110,18 +117,22 @@ class Forward {
 
   long row_blocks() const { return ceil_div(p.rows(), block_q_); }
 
+  // Scores less the references.
   EJ_INLINE void score(Sums& scores, const float* strip, const float* keys, long key,
-                       const StripMask& mask) const {
-    clear(scores);
+                       const StripMask& mask, const float* references) const {
+    begin_below(scores, references);
     multiply_strip(scores, strip, keys + key * p.dim, p.dim);
-    if (__builtin_expect(p.soft_cap != 0, 0)) cap(scores);
+    if (__builtin_expect(p.soft_cap != 0, 0)) cap(scores, references);
     if (__builtin_expect(mask.hides_some_of(key), 0)) mask.hide(scores, key);
   }
 
-  __attribute__((noinline)) void cap(Sums& scores) const {
+  __attribute__((noinline)) void cap(Sums& scores, const float* references) const {
     for (int r = 0; r < ROWS; r++)
-      for (int j = 0; j < VECTORS; j++)
-        scores[r][j] = tanh(scores[r][j] * (LN_2 / p.soft_cap)) * (p.soft_cap * LOG2_E);
+      for (int j = 0; j < VECTORS; j++) {
+        vec score = scores[r][j] + references[r];
+        score = tanh(score * (LN_2 / p.soft_cap)) * (p.soft_cap * LOG2_E);
+        scores[r][j] = score - references[r];
+      }
   }
 
   void add_keys(Strip& strip, const float* queries, float* sums, const float* keys,
@@ -136,7 +147,7 @@ class Forward {
       if (!same)
         EJ_UNROLL for (int r = 0; r < ROWS; r++)
           EJ_UNROLL for (int j = 0; j < VECTORS; j++) found[r][j] *= shrink[r];
-      multiply_tile_rows(found, tile, values + d * p.padded_keys + from * COLUMNS, until - from);
+      Scores::multiply_rows(found, tile, values + d * p.padded_keys + from * COLUMNS, until - from);
       store_sums(found, sums + d, p.padded_value_dim);
     }
   }
@@ -149,14 +160,13 @@ class Forward {
     vec top = vec{};
     for (long key = from; key < until; key += COLUMNS) {
       Sums scores;
-      score(scores, queries, keys, key, mask);
+      score(scores, queries, keys, key, mask, strip.reference);
       EJ_UNROLL for (int r = 0; r < ROWS; r++)
         EJ_UNROLL for (int j = 0; j < VECTORS; j++) {
-          vec score = scores[r][j] - strip.reference[r];
-          top = larger(score, top);
-          vec weight = exp2(score);
+          top = larger(scores[r][j], top);
+          vec weight = exp2(scores[r][j]);
           total[r] += weight;
-          store(tile + r * TILE + key - from + j * LANES, weight);
+          store(tile + r * Scores::STRIDE + key - from + j * LANES, weight);
         }
     }
     if (largest(top) > FAR_ABOVE) return false;
@@ -169,13 +179,14 @@ class Forward {
                                             long from, long until, const StripMask& mask,
                                             float* tile, float* shrink) const {
     vec top[ROWS];
+    const float none[ROWS] = {};
     for (int r = 0; r < ROWS; r++) top[r] = all(-INFINITE);
     for (long key = from; key < until; key += COLUMNS) {
       Sums scores;
-      score(scores, queries, keys, key, mask);
+      score(scores, queries, keys, key, mask, none);
       for (int r = 0; r < ROWS; r++)
         for (int j = 0; j < VECTORS; j++) top[r] = larger(scores[r][j], top[r]);
-      store_sums(scores, tile + key - from, TILE);
+      store_sums(scores, tile + key - from, Scores::STRIDE);
     }
     strip.settled = true;
     for (int r = 0; r < ROWS; r++) {
@@ -186,7 +197,7 @@ class Forward {
       strip.reference[r] = reference;
       shrink[r] = exp2(all(before - shift))[0];
       vec total = strip.total[r] * shrink[r];
-      float* row = tile + r * TILE;
+      float* row = tile + r * Scores::STRIDE;
       for (long c = 0; c < until - from; c += LANES) {
         vec weight = exp2(load(row + c) - shift);
         store(row + c, weight);
@@ -208,6 +219,7 @@ class Forward {
       reference = shift;
     }
     const Rows rows = p.query_rows(out, b, h, p.value_dim);
+    rows.fetch(row + 8);
     write_row(out.data, out.type, rows.at(row), p.value_dim, sums, total == 0 ? 0 : shrink / total);
     static_cast<float*>(lse.data)[p.lse_at(b, h, row)] =
         total == 0 ? -INFINITE : reference * LN_2 + __builtin_logf(total);

@@ -19,12 +19,6 @@ constexpr long VECTORS = REGISTERS == 32 && LANES == 4 ? 4 : 2;
 constexpr long ROWS = REGISTERS == 32 && VECTORS == 2 ? 12 : 6;
 constexpr long COLUMNS = VECTORS * LANES;
 
-// The score tile's row length. It is a constant, so that products along its rows need no more
-// address arithmetic than others, and no multiple of 4096 bytes, so that rows do not collide in
-// the cache.
-constexpr long MOST_KEYS = 480;
-constexpr long TILE = MOST_KEYS + 48;
-
 EJ_INLINE constexpr long ceil_div(long a, long b) { return (a + b - 1) / b; }
 EJ_INLINE constexpr long round_up(long a, long b) { return ceil_div(a, b) * b; }
 EJ_INLINE constexpr long least(long a, long b) { return a < b ? a : b; }
@@ -35,6 +29,12 @@ typedef vec Sums[ROWS][VECTORS];
 EJ_INLINE void clear(Sums& sums) {
   EJ_UNROLL for (int r = 0; r < ROWS; r++)
     EJ_UNROLL for (int j = 0; j < VECTORS; j++) sums[r][j] = vec{};
+}
+
+// Sums that begin with minus a number per row: it need not be subtracted afterwards.
+EJ_INLINE void begin_below(Sums& sums, const float* numbers) {
+  EJ_UNROLL for (int r = 0; r < ROWS; r++)
+    EJ_UNROLL for (int j = 0; j < VECTORS; j++) sums[r][j] = all(-numbers[r]);
 }
 
 EJ_INLINE void load_sums(Sums& sums, const float* from, long stride) {
@@ -65,13 +65,25 @@ EJ_INLINE void multiply(Sums& sums, const float* left, const float* panel, long 
 EJ_INLINE void multiply_strip(Sums& sums, const float* strip, const float* panel, long depth) {
   multiply<1, ROWS>(sums, strip, panel, depth);
 }
-EJ_INLINE void multiply_tile_rows(Sums& sums, const float* tile, const float* panel, long depth) {
-  multiply<TILE, 1>(sums, tile, panel, depth);
-}
-EJ_INLINE void multiply_tile_columns(Sums& sums, const float* tile, const float* panel,
-                                     long depth) {
-  multiply<1, TILE>(sums, tile, panel, depth);
-}
+
+// A tile of scores, one row of queries after the other. The length of a row is a constant, so that
+// products need no address arithmetic, and an odd number of cache lines, so that rows do not
+// compete for the same places in the cache.
+template <long KEYS>
+struct Tile {
+  static constexpr long MOST_KEYS = KEYS;
+  static constexpr long STRIDE = KEYS + 16;
+  static_assert(KEYS % 32 == 0 && KEYS % COLUMNS == 0);
+
+  static EJ_INLINE void multiply_rows(Sums& sums, const float* tile, const float* panel,
+                                      long depth) {
+    multiply<STRIDE, 1>(sums, tile, panel, depth);
+  }
+  static EJ_INLINE void multiply_columns(Sums& sums, const float* tile, const float* panel,
+                                         long depth) {
+    multiply<1, STRIDE>(sums, tile, panel, depth);
+  }
+};
 
 // --- layouts ------------------------------------------------------------------------------------
 
@@ -86,8 +98,11 @@ struct Rows {
 
   long at(long r) const { return first + r / group * query_stride + r % group * width; }
   void read(float* to, long r, float factor = 1) const {
+    fetch(r + 8);
     read_row(to, data, type, at(r), width, factor);
   }
+  // Also of rows that do not exist: nothing is read.
+  void fetch(long r) const { fetch_row(data, type, at(r), width); }
 };
 
 // Rows [begin, end), as the *columns* of panels: (end - begin) / COLUMNS panels of (width, COLUMNS).

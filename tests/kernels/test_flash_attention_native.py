@@ -1,0 +1,309 @@
+"""The attention in C++ against the naive one: values, every gradient, every option, many threads."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from ejkernel import native
+from ejkernel.kernels.flash_attention import FlashAttention, FlashAttentionConfig
+from ejkernel.modules import flash_attention
+from ejkernel.ops import BwdParams, FwdParams, policy_override
+
+# One for all tests and all runs: building is safe when several begin at once, and a library is
+# found again only if nothing has changed.
+BUILT = pathlib.Path(tempfile.gettempdir()) / f"ejkernel-tests-{os.getuid()}"
+
+KERNEL = FlashAttention()
+SMALL = FlashAttentionConfig(
+    FwdParams(q_blocksize=24, kv_blocksize=32), BwdParams(q_blocksize=12, kv_blocksize=48)
+)
+
+
+@pytest.fixture(autouse=True)
+def built(monkeypatch):
+    if isinstance(found := native.find_compiler(), str):
+        pytest.skip(found)
+    own = os.environ["EJKERNEL_CACHE_DIR"]
+    monkeypatch.setenv("EJKERNEL_NATIVE", "auto")
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(BUILT))
+    assert native.why_not(native.FLASH_ATTENTION) is None
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", own)
+
+
+def attention(q, k, v, causal=False, softmax_scale=None, cfg=SMALL, **options):
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    return KERNEL(
+        q,
+        k,
+        v,
+        causal=causal,
+        softmax_scale=scale,
+        implementation="cpu",
+        cfg=cfg,
+        return_lse=True,
+        **options,
+    )
+
+
+def naive(q, k, v, causal=False, softmax_scale=None, **options):
+    """The definition, with every option, in float32 and the highest precision."""
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    (batch, q_len, heads, dim), (_, k_len, kv_heads, _) = q.shape, k.shape
+    k, v = (jnp.repeat(x, heads // kv_heads, axis=2) for x in (k, v))
+    scale = dim**-0.5 if softmax_scale is None else softmax_scale
+    scores = scale * jnp.einsum("bqhd,bkhd->bhqk", q, k, precision="highest")
+    if (cap := options.get("logits_soft_cap")) is not None:
+        scores = cap * jnp.tanh(scores / cap)
+    row, key = jnp.arange(q_len)[:, None], jnp.arange(k_len)[None, :]
+    seen = jnp.ones((batch, 1, q_len, k_len), bool)
+    left, right = options.get("window") or (None, None)
+    if causal:
+        seen &= key <= row
+    if left is not None:
+        seen &= key >= row - left
+    if right is not None:
+        seen &= key <= row + right
+    if (lengths := options.get("q_lengths")) is not None:
+        seen &= (row < lengths[:, None, None])[:, None]
+    if (lengths := options.get("kv_lengths")) is not None:
+        seen &= (key < lengths[:, None, None])[:, None]
+    if (ids := options.get("segment_ids")) is not None:
+        of_keys = options.get("kv_segment_ids", ids)
+        seen &= (ids[:, :, None] == of_keys[:, None, :])[:, None]
+    scores = jnp.where(seen, scores, -jnp.inf)
+    if (sinks := options.get("sinks")) is not None:
+        sink = jnp.broadcast_to(sinks[:, None, None], (batch, heads, q_len, 1))
+        scores = jnp.concatenate([scores, sink], axis=-1)
+    empty = ~seen.any(-1)
+    scores = jnp.where(empty[..., None], 0.0, scores)
+    weights = jnp.where(empty[..., None], 0.0, jax.nn.softmax(scores, axis=-1))
+    out = jnp.einsum("bhqk,bkhd->bqhd", weights[..., :k_len], v, precision="highest")
+    return out, jnp.where(empty, -jnp.inf, jax.nn.logsumexp(scores, axis=-1))
+
+
+def inputs(
+    batch=2, q_len=37, k_len=53, heads=4, kv_heads=2, dim=8, value_dim=8, dtype=jnp.float32, seed=0
+):
+    numbers = np.random.default_rng(seed)
+    shapes = (
+        (batch, q_len, heads, dim),
+        (batch, k_len, kv_heads, dim),
+        (batch, k_len, kv_heads, value_dim),
+    )
+    return [jnp.asarray(numbers.standard_normal(shape), dtype) for shape in shapes]
+
+
+def compare(arrays, tolerance=2e-5, cfg=SMALL, **options):
+    """Output, log-sum-exp and the gradients of q, k, v (and sinks) through both outputs."""
+    numbers = np.random.default_rng(1)
+    q, _, v = arrays
+    d_out = jnp.asarray(numbers.standard_normal((*q.shape[:3], v.shape[3])), jnp.float32)
+    d_lse = jnp.asarray(numbers.standard_normal((q.shape[0], q.shape[2], q.shape[1])), jnp.float32)
+    learned = {"sinks": options.pop("sinks")} if "sinks" in options else {}
+
+    def run(function):
+        def loss(arrays, learned):
+            out, lse = function(*arrays, **options, **learned)
+            finite = jnp.where(lse == -jnp.inf, 0.0, lse)
+            return jnp.sum(d_out * out) + jnp.sum(d_lse * finite), (out, lse)
+
+        run = jax.value_and_grad(loss, (0, 1), has_aux=True)
+        fast: Any = {"xla_backend_optimization_level": 0}
+        (_, (out, lse)), gradients = jax.jit(run, compiler_options=fast)(arrays, learned)
+        return [out, lse, *jax.tree.leaves(gradients)]
+
+    for got, wanted in zip(run(partial(attention, cfg=cfg)), run(naive), strict=True):
+        got, wanted = (np.asarray(x, np.float32) for x in (got, wanted))
+        assert got.shape == wanted.shape
+        finite = np.where(np.isfinite(wanted), wanted, 0.0)
+        size = max(1.0, float(np.abs(finite).max()))
+        np.testing.assert_allclose(got, wanted, atol=tolerance * size, rtol=0)
+
+
+SHAPES = [
+    {},
+    {"kv_heads": 1, "dim": 17, "value_dim": 33},
+    {"q_len": 61, "k_len": 7, "kv_heads": 4},
+    {"q_len": 1, "k_len": 100},
+    {"batch": 1, "q_len": 5, "k_len": 1, "heads": 1, "kv_heads": 1, "dim": 1, "value_dim": 1},
+]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_value_and_every_gradient_equal_the_reference(shape, causal):
+    compare(inputs(**shape), causal=causal)
+
+
+def test_long_sequences_with_the_heuristic_blocks_and_many_threads():
+    arrays = inputs(batch=1, q_len=700, k_len=650, heads=2, kv_heads=1, dim=64, value_dim=64)
+    compare(arrays, cfg=None, causal=True)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 2e-2), (jnp.float16, 3e-3)])
+def test_half_precision_accumulates_in_float32(dtype, tolerance):
+    arrays = inputs(dtype=dtype, k_len=300, dim=32)
+    compare(arrays, tolerance=tolerance, causal=True)
+    out, lse = attention(*arrays)
+    assert out.dtype == dtype
+    assert lse.dtype == jnp.float32
+    wanted = naive(*arrays)[0]
+    # No worse than rounding the right answer once.
+    worst = np.abs(np.asarray(wanted.astype(dtype).astype(jnp.float32) - wanted)).max()
+    assert np.abs(np.asarray(out.astype(jnp.float32) - wanted)).max() <= worst + 1e-5
+
+
+OPTIONS = {
+    "window": {"window": (9, 4)},
+    "window left": {"window": (9, None), "causal": True},
+    "window right": {"window": (None, 3)},
+    "narrow window": {"window": (0, 0)},
+    "lengths": {"q_lengths": jnp.array([37, 11]), "kv_lengths": jnp.array([20, 53])},
+    "no keys": {"q_lengths": jnp.array([0, 37]), "kv_lengths": jnp.array([53, 0])},
+    "causal lengths": {"causal": True, "kv_lengths": jnp.array([5, 30])},
+    "soft cap": {"logits_soft_cap": 1.5},
+    "soft cap, no keys": {"logits_soft_cap": 1.5, "kv_lengths": jnp.array([0, 53])},
+    "sinks": {"sinks": jnp.array([-3.0, 0.0, 2.0, 9.0]), "causal": True},
+    "segments": {
+        "segment_ids": jnp.arange(74).reshape(2, 37) // 9,
+        "kv_segment_ids": jnp.arange(106).reshape(2, 53) // 13,
+    },
+    "segments in any order": {
+        "segment_ids": jnp.arange(74).reshape(2, 37) * 7 % 5,
+        "kv_segment_ids": jnp.arange(106).reshape(2, 53) * 3 % 6,
+        "causal": True,
+    },
+    "scale": {"softmax_scale": -2.5},
+    "everything": {
+        "causal": True,
+        "window": (30, 2),
+        "segment_ids": jnp.arange(74).reshape(2, 37) // 20,
+        "kv_segment_ids": jnp.arange(106).reshape(2, 53) // 20,
+        "q_lengths": jnp.array([30, 37]),
+        "kv_lengths": jnp.array([40, 17]),
+        "logits_soft_cap": 2.0,
+        "sinks": jnp.array([-3.0, 0.0, 2.0, 1.0]),
+    },
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options_equal_the_reference(options):
+    compare(inputs(), **options)
+
+
+def test_scores_that_jump_upwards_are_followed():
+    q, k, v = inputs(batch=1, q_len=20, k_len=400, heads=1, kv_heads=1)
+    k = k * jnp.where(jnp.arange(400) > 200, 60.0, 0.1)[None, :, None, None]
+    q = jnp.abs(q)
+    out, lse = attention(q, jnp.abs(k), v)
+    wanted, wanted_lse = naive(q, jnp.abs(k), v)
+    np.testing.assert_allclose(out, wanted, atol=2e-3)
+    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-5)
+
+
+def test_nan_and_infinity_reach_the_rows_they_belong_to():
+    q, k, v = inputs(batch=1, heads=1, kv_heads=1)
+    out, _ = attention(q.at[0, 3].set(jnp.nan), k, v)
+    assert np.isnan(np.asarray(out[0, 3])).all()
+    assert np.isfinite(np.asarray(out)[0, [0, 2, 4, 36]]).all()
+    out, _ = attention(q, k, v.at[0, 20, 0, 0].set(jnp.inf), causal=True)
+    assert np.isfinite(np.asarray(out)[0, :20]).all()
+    assert not np.isfinite(np.asarray(out)[0, 20:, 0, 0]).any()
+
+
+def test_vmap_is_one_call_with_a_longer_batch():
+    q, k, v = inputs(batch=6)
+    stacked = [x.reshape(3, 2, *x.shape[1:]) for x in (q, k, v)]
+    lengths = jnp.array([[5, 53], [10, 20], [53, 1]])
+    out, lse = jax.vmap(lambda q, k, v, n: attention(q, k, v, kv_lengths=n))(*stacked, lengths)
+    wanted, wanted_lse = attention(q, k, v, kv_lengths=lengths.reshape(6))
+    np.testing.assert_array_equal(out.reshape(wanted.shape), wanted)
+    np.testing.assert_array_equal(lse.reshape(wanted_lse.shape), wanted_lse)
+
+    def loss(q):
+        return attention(q, stacked[1][0], stacked[2][0])[0].sum()
+
+    one_by_one = jnp.stack([jax.grad(loss)(x) for x in stacked[0]])
+    np.testing.assert_allclose(jax.vmap(jax.grad(loss))(stacked[0]), one_by_one, atol=1e-6)
+
+
+def test_scan_and_remat():
+    q, k, v = inputs(k_len=37, kv_heads=4)
+
+    def loss(q):
+        step = jax.checkpoint(lambda x, _: (attention(x, k, v, causal=True)[0], None))
+        return jax.lax.scan(step, q, None, length=3)[0].sum()
+
+    def wanted(q):
+        for _ in range(3):
+            q = naive(q, k, v, causal=True)[0]
+        return q.sum()
+
+    np.testing.assert_allclose(jax.grad(loss)(q), jax.grad(wanted)(q), atol=1e-5)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_shard_map(check):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    spec = PartitionSpec("data")
+    arrays = inputs()
+
+    def loss(q, k, v):
+        inner = jax.shard_map(
+            lambda q, k, v: attention(q, k, v, causal=True)[0],
+            mesh=mesh,
+            in_specs=(spec,) * 3,
+            out_specs=spec,
+            check_vma=check,
+        )
+        return (inner(q, k, v) ** 2).sum()
+
+    got = jax.jit(jax.grad(loss, (0, 1, 2)))(*arrays)
+    wanted = jax.grad(lambda *a: (naive(*a, causal=True)[0] ** 2).sum(), (0, 1, 2))(*arrays)
+    for mine, theirs in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=2e-5)
+
+
+def test_many_threads_at_once_neither_wait_for_each_other_nor_mix_up():
+    arrays = inputs(batch=2, q_len=300, k_len=300, heads=4, kv_heads=4, dim=32, value_dim=32)
+    run = jax.jit(jax.value_and_grad(lambda q, k, v: attention(q, k, v, cfg=None)[0].sum()))
+    value, gradient = run(*arrays)
+    with ThreadPoolExecutor(16) as threads:
+        results = list(threads.map(lambda _: run(*arrays), range(64)))
+    for one, other in results:
+        np.testing.assert_array_equal(one, value)
+        np.testing.assert_array_equal(other, gradient)
+
+
+def test_it_serves_a_plain_call_and_leaves_what_it_cannot_do_to_xla():
+    q, k, v = inputs(q_len=41, k_len=43)
+    lowered = jax.jit(lambda *a: flash_attention(*a, causal=True)).lower(q, k, v)
+    assert "ejkernel_flash_attention_forward" in lowered.as_text()
+    with jax.enable_x64(True):
+        double = [x.astype(jnp.float64) for x in (q, k, v)]
+        lowered = jax.jit(lambda *a: flash_attention(*a, causal=True)).lower(*double)
+    assert "ejkernel_flash_attention_forward" not in lowered.as_text()
+
+
+def test_it_is_tuned_like_any_other_kernel():
+    arrays = inputs(batch=1, q_len=33, k_len=33, heads=2, kv_heads=2)
+    inv = KERNEL.bind(*arrays, causal=True, softmax_scale=1.0)
+    assert KERNEL.heuristic_cfg_cpu(inv).fwd.q_blocksize
+    assert len(KERNEL.candidate_cfgs_cpu(inv)) == len(set(KERNEL.candidate_cfgs_cpu(inv))) > 1
+    with policy_override(autotune=True):
+        out = FlashAttention()(*arrays, causal=True, softmax_scale=1.0)
+    np.testing.assert_allclose(
+        out, naive(*arrays, causal=True, softmax_scale=1.0)[0], atol=2e-5
+    )
