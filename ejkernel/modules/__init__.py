@@ -8,17 +8,23 @@
 """
 
 from ejkernel.kernels.flash_attention import FlashAttentionConfig
+from ejkernel.kernels.norm import NormConfig
 
 from .flash_attention import flash_attention
+from .layer_norm import layer_norm
+from .rms_norm import rms_norm
 from .supported import support_table, supported
 
-OPERATIONS = ("flash_attention",)
+OPERATIONS = ("flash_attention", "rms_norm", "layer_norm")
 """The operations by name; each is the function of that name."""
 
 __all__ = [
     "OPERATIONS",
     "FlashAttentionConfig",
+    "NormConfig",
     "flash_attention",
+    "layer_norm",
+    "rms_norm",
     "support_table",
     "supported",
 ]
