@@ -354,12 +354,12 @@ def _xla_blocks(sizes: _Sizes) -> tuple[int, int]:
 
     On a CPU (interleaved timings, two Zen 3 cores): every chunk of rows reads and writes the whole
     gradient of the weight, so 128 rows are too few; beyond 256 only the memory grows. The product
-    that is added to it should stay in the cache: 2048 words of 1024 features, 8 MiB.
+    that is added to it should stay in the cache: 1024 words of 1024 features, 4 MiB.
 
     Elsewhere: logits of 256 MiB, and few enough steps that each fills the device.
     """
     if device_kind() == "cpu":
-        return min(sizes.rows, 256), min(sizes.vocab, max(256, 2**21 // sizes.features))
+        return min(sizes.rows, 256), min(sizes.vocab, max(256, 2**20 // sizes.features))
     return min(sizes.rows, max(256, 2**26 // sizes.vocab)), min(sizes.vocab, 16384)
 
 

@@ -309,7 +309,8 @@ class _Tile:
 
     def words(self, shape: tuple[int, ...], axis: int) -> jax.Array:
         offset: jax.Array = lax.broadcasted_iota(jnp.int32, shape, axis)
-        return offset + self.first_word
+        found: jax.Array = offset + self.first_word
+        return found
 
     def is_label(self) -> jax.Array:
         labels: jax.Array = self.refs["rows_labels"][...]
