@@ -247,7 +247,7 @@ def test_default_tiles_fit_and_are_what_the_devices_want():
         assert KERNEL.heuristic_cfg(inv) in KERNEL.candidates(inv)
         for suffix in ("pallas", "triton"):
             assert getattr(KERNEL, f"candidate_cfgs_{suffix}")(inv)
-    assert not pallas_tpu.fits(32_768, 4)
+    assert not pallas_tpu.fits(64, 128, 32_768, 4, backward=True)
 
 
 # --- the function users call ---------------------------------------------------------------------

@@ -87,7 +87,7 @@ def _features_fit(inv: Invocation[Any, Any]) -> str | None:
     from . import pallas_tpu
 
     hidden = inv.args[0]
-    if pallas_tpu.fits(hidden.shape[-1], hidden.dtype.itemsize):
+    if pallas_tpu.fits(64, 128, hidden.shape[-1], hidden.dtype.itemsize, backward=True):
         return None
     return f"hidden has {hidden.shape[-1]} features; 64 rows and 128 words of them do not fit"
 
@@ -312,11 +312,7 @@ class LinearCrossEntropy(Kernel[LinearCrossEntropyConfig, jax.Array]):
         default = self.heuristic_cfg_pallas(inv)
         tiles = [(rows, words) for rows in (128, 256, 512, 1024) for words in (256, 512, 1024)]
         forward, backward = (
-            [
-                tile
-                for tile in tiles
-                if pallas_tpu.tile_bytes(*tile, sizes.features, sizes.itemsize, backward=b) < 2**24
-            ]
+            [t for t in tiles if pallas_tpu.fits(*t, sizes.features, sizes.itemsize, backward=b)]
             for b in (False, True)
         )
         return [

@@ -35,7 +35,6 @@ from .options import LossOptions
 
 # Finite, because -inf - -inf is NaN; its exponential is exactly zero all the same.
 _MASKED = -1e30
-_BYTES = 14 * 2**20  # of the 16 MiB of VMEM that a kernel may use by default
 
 
 def losses(
@@ -191,18 +190,27 @@ def gradients(
 def default_tile(
     n: int, features: int, vocab: int, itemsize: int, *, backward: bool
 ) -> tuple[int, int]:
-    """Rows and words of a tile: the largest that fits into VMEM, as square as may be."""
+    """Rows and words of a tile: the largest that fits into VMEM, as square as may be.
+
+    Beyond 512 of each the matrix unit is busy all the time, and only the compiler has more to do.
+    """
     fitting = [
         (rows, words)
-        for rows in (1024, 512, 256, 128, 64)
-        for words in (1024, 512, 256, 128)
-        if tile_bytes(rows, words, features, itemsize, backward=backward) <= _BYTES
+        for rows in (512, 256, 128, 64)
+        for words in (512, 256, 128)
+        if fits(rows, words, features, itemsize, backward=backward)
     ]
     rows, words = max(fitting or [(64, 128)], key=lambda tile: (min(tile), sum(tile)))
     return min(rows, -(-n // 8) * 8), min(words, -(-vocab // 128) * 128)
 
 
-def tile_bytes(rows: int, words: int, features: int, itemsize: int, *, backward: bool) -> int:
+def fits(rows: int, words: int, features: int, itemsize: int, *, backward: bool) -> bool:
+    """Whether a tile fits into VMEM, with an eighth left for what the compiler needs."""
+    needed = _tile_bytes(rows, words, features, itemsize, backward=backward)
+    return needed <= _vmem_limit() * 7 // 8
+
+
+def _tile_bytes(rows: int, words: int, features: int, itemsize: int, *, backward: bool) -> int:
     """About the VMEM that a tile needs: blocks twice, sums, the logits and what comes of them."""
     blocks = 2 * itemsize * features * (rows + words)
     logits = (4 if backward else 3) * 4 * rows * words
@@ -210,9 +218,12 @@ def tile_bytes(rows: int, words: int, features: int, itemsize: int, *, backward:
     return blocks + logits + (largest * (4 + 2 * itemsize) if backward else 0)
 
 
-def fits(features: int, itemsize: int) -> bool:
-    """Whether the smallest tile fits into VMEM."""
-    return tile_bytes(64, 128, features, itemsize, backward=True) <= _BYTES
+def _vmem_limit() -> int:
+    """VMEM of a kernel: half of what the chip has, but the default of 16 MiB at least."""
+    if not pltpu.is_tpu_device():  # lowered or interpreted elsewhere
+        return 16 * 2**20
+    capacity: int = pltpu.get_tpu_info().vmem_capacity_bytes
+    return max(16 * 2**20, min(64 * 2**20, capacity // 2))
 
 
 class _Grid:
@@ -287,7 +298,9 @@ class _Grid:
             out_specs=[block(key) for key in outputs],
             out_shape=list(outputs.values()),
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
-            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_vmem_limit()
+            ),
             interpret=interpret,
             name=name,
         )(*inputs.values())
