@@ -26,6 +26,10 @@ KERNEL = LinearCrossEntropy()
 IGNORED = -100
 
 
+# Most of a test is compiling.
+quickly = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
 def small(rows, vocab):
     """Chunks so small that a test has several of them."""
     return LinearCrossEntropyConfig(
@@ -50,7 +54,7 @@ def arrays_of(shape=(21,), features=6, vocab=19, *, vocab_first=False, bias=Fals
 def value_and_gradients(function, arrays, labels, factor=1.7):
     """The loss and the gradients of all arrays; the loss is used with a factor, as in a model."""
 
-    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    @quickly
     def run(arrays, labels):
         def loss(arrays):
             found = function(**arrays, labels=labels)
@@ -87,9 +91,8 @@ EVERYTHING = {
     [
         ({}, False),
         ({"vocab_first": True}, True),
-        ({"label_smoothing": 0.2}, False),
-        ({"logits_soft_cap": 2.0}, True),
-        ({"z_loss": 0.1, "softmax_scale": 2.0}, False),
+        ({"label_smoothing": 0.2, "softmax_scale": 2.0}, False),
+        ({"logits_soft_cap": 2.0, "z_loss": 0.1}, True),
         ({**EVERYTHING, "vocab_first": True}, True),
     ],
     ids=str,
@@ -115,7 +118,7 @@ def test_xla_equals_the_reference(reduction, options, bias):
     flags=st.tuples(st.booleans(), st.booleans()),
     reduction=st.sampled_from(["mean", "sum", "none"]),
 )
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None, derandomize=True)
 def test_any_shape(shape, features, vocab, blocks, dtype, names, flags, reduction):
     vocab_first, bias = flags
     options = {name: EVERYTHING[name] for name in names} | {"reduction": reduction}
@@ -198,16 +201,17 @@ def test_interpreted_gpu_kernel_equals_the_reference(options, bias, dtype, sizes
         (n,), features, vocab, vocab_first=vocab_first, bias=bias, dtype=dtype
     )
     tile = {"rows": 16, "vocab": 64, "depth": 16, "num_warps": 4, "num_stages": 2}
-    got = pallas_gpu.losses(
-        arrays["hidden"],
-        arrays["weight"],
-        labels,
-        arrays.get("bias"),
-        LossOptions(**options),
-        interpret=True,
-        **tile,
-    )
-    wanted = linear_cross_entropy_reference(**arrays, labels=labels, reduction="none", **options)
+
+    @quickly
+    def ours(hidden, weight, labels, bias=None):
+        chosen = LossOptions(**options)
+        return pallas_gpu.losses(hidden, weight, labels, bias, chosen, interpret=True, **tile)
+
+    @quickly
+    def naive(**arrays):
+        return linear_cross_entropy_reference(**arrays, reduction="none", **options)
+
+    got, wanted = ours(**arrays, labels=labels), naive(**arrays, labels=labels)
     assert_same(got, wanted, 3e-5 if dtype == "float32" else 3e-2)
 
 
@@ -272,8 +276,10 @@ def test_only_the_wanted_gradients_are_right_too():
         def loss(array, function, name=name):
             return function(**{**arrays, name: array}, labels=labels)
 
-        got = jax.grad(loss)(arrays[name], ours)
-        wanted = jax.grad(loss)(arrays[name], linear_cross_entropy_reference)
+        got, wanted = (
+            quickly(jax.grad(partial(loss, function=function)))(arrays[name])
+            for function in (ours, linear_cross_entropy_reference)
+        )
         np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
@@ -325,7 +331,7 @@ def test_it_works_under_transformations():
         lambda f: jax.vmap(jax.grad(f, 1), (0, None, 0)),
         lambda f: jax.grad(jax.checkpoint(f)),
     ):
-        got, wanted = (transform(f)(hidden, weight, labels) for f in (ours, naive))
+        got, wanted = (quickly(transform(f))(hidden, weight, labels) for f in (ours, naive))
         np.testing.assert_allclose(got, wanted, atol=2e-5)
 
 
