@@ -8,17 +8,27 @@
 """
 
 from ejkernel.kernels.flash_attention import FlashAttentionConfig
+from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
+from ejkernel.kernels.norm import NormConfig
 
 from .flash_attention import flash_attention
+from .layer_norm import layer_norm
+from .linear_cross_entropy import linear_cross_entropy
+from .rms_norm import rms_norm
 from .supported import support_table, supported
 
-OPERATIONS = ("flash_attention",)
+OPERATIONS = ("flash_attention", "rms_norm", "layer_norm", "linear_cross_entropy")
 """The operations by name; each is the function of that name."""
 
 __all__ = [
     "OPERATIONS",
     "FlashAttentionConfig",
+    "LinearCrossEntropyConfig",
+    "NormConfig",
     "flash_attention",
+    "layer_norm",
+    "linear_cross_entropy",
+    "rms_norm",
     "support_table",
     "supported",
 ]
