@@ -8,17 +8,21 @@
 """
 
 from ejkernel.kernels.flash_attention import FlashAttentionConfig
+from ejkernel.kernels.grouped_matmul import GroupedMatmulConfig
 
 from .flash_attention import flash_attention
+from .grouped_matmul import grouped_matmul
 from .supported import support_table, supported
 
-OPERATIONS = ("flash_attention",)
+OPERATIONS = ("flash_attention", "grouped_matmul")
 """The operations by name; each is the function of that name."""
 
 __all__ = [
     "OPERATIONS",
     "FlashAttentionConfig",
+    "GroupedMatmulConfig",
     "flash_attention",
+    "grouped_matmul",
     "support_table",
     "supported",
 ]

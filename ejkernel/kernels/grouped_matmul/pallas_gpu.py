@@ -53,7 +53,8 @@ def rows_times_matrices(
                 right = _load(rhs_ref.at[group, column, inner], my_columns[:, None] & there[None])
             else:
                 right = _load(rhs_ref.at[group, inner, column], there[:, None] & my_columns[None])
-            return total + plgpu.dot(left, right, trans_b=transpose_rhs, precision=precision)
+            total += plgpu.dot(left, right, trans_b=transpose_rhs, precision=precision)
+            return total
 
         has_matrix = (region > 0) & (region <= groups)
         blocks = jnp.where(has_matrix, pl.cdiv(depth, tile.depth), 0)
@@ -92,7 +93,7 @@ def transposed_rows_times_rows(
     A block of threads computes ``tile.depth`` by ``tile.columns`` elements of one group's sum,
     ``tile.rows`` rows at a time; how many rows there are it reads from ``spans``.
     """
-    (rows, depth), columns = lhs.shape, dout.shape[1]
+    depth, columns = lhs.shape[1], dout.shape[1]
     groups = spans[0].shape[0]
     dtype = jnp.result_type(lhs, dout) if out_dtype is None else jnp.dtype(out_dtype)
 
@@ -106,7 +107,8 @@ def transposed_rows_times_rows(
             row, mine = _part(start + block * tile.rows, tile.rows, end)
             left = _load(lhs_ref.at[row, inner], mine[:, None] & my_depth[None, :])
             right = _load(dout_ref.at[row, column], mine[:, None] & my_columns[None, :])
-            return total + plgpu.dot(left, right, trans_a=True, precision=precision)
+            total += plgpu.dot(left, right, trans_a=True, precision=precision)
+            return total
 
         total = jnp.zeros((tile.depth, tile.columns), jnp.float32)
         total = lax.fori_loop(0, pl.cdiv(end - start, tile.rows), add, total)

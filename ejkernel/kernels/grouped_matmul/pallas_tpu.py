@@ -31,7 +31,7 @@ def rows_times_matrices(
     out_dtype: jax.typing.DTypeLike | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """The product of :func:`.xla.rows_times_matrices`; ``tile`` has multiples of 128, or whole axes."""
+    """The product of :func:`.xla.rows_times_matrices`; the tile's sizes are multiples of 128."""
     rows, depth = lhs.shape
     groups, columns = rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
     dtype = jnp.result_type(lhs, rhs) if out_dtype is None else jnp.dtype(out_dtype)

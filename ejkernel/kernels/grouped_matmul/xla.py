@@ -92,9 +92,7 @@ def rows_times_matrices(
 
         return _over_tiles(start, end, sizes, add_tile, out)
 
-    return _over_groups(
-        spans, add_group, _zeros((rows, columns), dtype, lhs, rhs, *spans)
-    )
+    return _over_groups(spans, add_group, _zeros((rows, columns), dtype, lhs, rhs, *spans))
 
 
 def transposed_rows_times_rows(
@@ -142,7 +140,7 @@ def transposed_rows_times_rows(
 
         def add_in_place(size: int, first: jax.Array, out: jax.Array) -> jax.Array:
             total = lax.dynamic_index_in_dim(out, group, keepdims=False) + product(size, first)
-            return lax.dynamic_update_index_in_dim(out, total, group, 0)
+            return _set_matrix(out, group, total)
 
         def add_beside(size: int, first: jax.Array, total: jax.Array) -> jax.Array:
             return total + product(size, first)
@@ -151,11 +149,9 @@ def transposed_rows_times_rows(
         if dtype == wide:
             return _over_tiles(start, end, sizes, add_in_place, out)
         total = _over_tiles(start, end, sizes, add_beside, jnp.zeros_like(out[0], wide))
-        return lax.dynamic_update_index_in_dim(out, total.astype(dtype), group, 0)
+        return _set_matrix(out, group, total.astype(dtype))
 
-    return _over_groups(
-        spans, add_group, _zeros((groups, *shape), dtype, lhs, dout, *spans)
-    )
+    return _over_groups(spans, add_group, _zeros((groups, *shape), dtype, lhs, dout, *spans))
 
 
 def _product(
@@ -189,7 +185,8 @@ def _over_groups(
         group = visited[i]
         return add_group(group, starts[group], ends[group], state)
 
-    return lax.fori_loop(0, jnp.sum(has_rows), visit, state)
+    state = lax.fori_loop(0, jnp.sum(has_rows), visit, state)
+    return state
 
 
 def _over_tiles(
@@ -220,9 +217,7 @@ def _over_tiles(
     return state
 
 
-def _tile(
-    first: jax.Array, end: jax.Array, size: int, rows: int
-) -> tuple[jax.Array, jax.Array]:
+def _tile(first: jax.Array, end: jax.Array, size: int, rows: int) -> tuple[jax.Array, jax.Array]:
     """Where a tile is read, and which of its rows count.
 
     At the end of the array a tile begins before its first row rather than reach beyond the end.
@@ -250,6 +245,11 @@ def _tile_sizes(tile_rows: int, rows: int) -> list[int]:
 
 def _power_of_two_below(size: int) -> int:
     return 1 << (size - 1).bit_length() >> 1
+
+
+def _set_matrix(matrices: jax.Array, group: jax.Array, matrix: jax.Array) -> jax.Array:
+    matrices = lax.dynamic_update_index_in_dim(matrices, matrix, group, 0)
+    return matrices
 
 
 def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, *inputs: jax.Array) -> jax.Array:
