@@ -22,7 +22,7 @@ from ejkernel.kernels.grouped_matmul import (
     xla,
 )
 from ejkernel.kernels.grouped_matmul.groups import grid_steps, row_spans, with_rows_of_no_group
-from ejkernel.modules import grouped_matmul, supported
+from ejkernel.modules import grouped_matmul, support_table
 from ejkernel.ops import NotSupported
 
 FAST_COMPILE: Any = {"xla_backend_optimization_level": 0}
@@ -115,49 +115,51 @@ def test_products_equal_the_reference_and_its_gradients(name, call):
 def test_low_precision_is_summed_in_float32(name):
     module, options = PRODUCTS[name]
     lhs, rhs, dout = inputs(24, 256, 16, 3, False, jnp.bfloat16)
-    spans = row_spans(jnp.array([9, 0, 15]), 24, 3)
-    got = [
-        module.rows_times_matrices(lhs, rhs, spans, out_dtype=jnp.float32, **options),
-        module.transposed_rows_times_rows(lhs, dout, spans, **options),
-    ]
     sizes = jnp.array([9, 0, 15])
+    spans = row_spans(sizes, 24, 3)
+    options = {**options, **({"tile": Tile(16, 16, 128)} if "tile" in options else {})}
+
+    def products(lhs, rhs, dout):
+        return [
+            module.rows_times_matrices(lhs, rhs, spans, out_dtype=jnp.float32, **options),
+            module.transposed_rows_times_rows(lhs, dout, spans, **options),
+        ]
+
+    got = jax.jit(products, compiler_options=FAST_COMPILE)(lhs, rhs, dout)
     out, pull_back = jax.vjp(
-        lambda rhs: grouped_matmul_reference(
-            lhs, rhs, sizes, preferred_element_type=jnp.float32
-        ),
+        lambda rhs: grouped_matmul_reference(lhs, rhs, sizes, preferred_element_type=jnp.float32),
         rhs,
     )
     assert_close(got[:1], [out], 1e-5)
     assert_close(got[1:], pull_back(dout.astype(jnp.float32)), 1e-2)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
-    sizes=st.lists(st.integers(-2, 40), min_size=1, max_size=8),
-    rows=st.integers(1, 100),
-    tile=st.sampled_from([1, 8, 16, 128]),
+    sizes=st.lists(st.integers(-2, 40), min_size=5, max_size=5),
+    rows=st.sampled_from([3, 64, 77]),
     aligned=st.booleans(),
 )
-def test_steps_cover_every_row_of_every_group_once(sizes, rows, tile, aligned):
-    groups = len(sizes)
-    spans = with_rows_of_no_group(row_spans(np.asarray(sizes), rows, groups), rows)
-    steps = [np.asarray(part) for part in _steps(*spans, rows, tile, aligned)]
+def test_steps_cover_every_row_of_every_group_once(sizes, rows, aligned):
+    tile, groups = 16, len(sizes)
+    spans, steps = jax.tree.map(np.asarray, steps_of(jnp.asarray(sizes), rows, tile, aligned))
     covered = []
     for group, at, start, end in zip(*steps, strict=True):
         first = at * tile if aligned else at
-        assert 0 <= first < max(rows, 1)
+        assert 0 <= first < rows
         assert end == start or first <= start < end <= first + tile
         covered += [(row, group) for row in range(start, end)]
-    starts, ends = (np.asarray(span) for span in spans)
-    expected = [(row, g) for g in range(groups + 2) for row in range(starts[g], ends[g])]
-    assert covered == expected
+    starts, ends = spans
+    assert covered == [(row, g) for g in range(groups + 2) for row in range(starts[g], ends[g])]
+    assert len(covered) == rows
     if aligned:  # a tile is never left and visited again: it stays in memory between its visits
         assert (np.diff(steps[1]) >= 0).all()
 
 
-def _steps(starts, ends, rows, tile, aligned):
-    with jax.disable_jit():
-        return grid_steps((starts, ends), rows, tile, aligned=aligned, visit_empty=False)
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def steps_of(sizes, rows, tile, aligned):
+    spans = with_rows_of_no_group(row_spans(sizes, rows, sizes.shape[0]), rows)
+    return spans, grid_steps(spans, rows, tile, aligned=aligned, visit_empty=False)
 
 
 # --- the function that people call ---------------------------------------------------------------
@@ -215,9 +217,10 @@ def test_options_of_the_result():
     assert grouped_matmul(lhs, rhs, sizes).dtype == jnp.bfloat16
     wide = grouped_matmul(lhs, rhs, sizes, preferred_element_type="float32", precision="highest")
     assert wide.dtype == jnp.float32
-    gradient = jax.grad(
-        lambda a: grouped_matmul(a, rhs, sizes, preferred_element_type=jnp.float32).sum()
-    )(lhs)
+    gradient = jax.eval_shape(
+        jax.grad(lambda a: grouped_matmul(a, rhs, sizes, preferred_element_type="float32").sum()),
+        lhs,
+    )
     assert gradient.dtype == jnp.bfloat16
 
 
@@ -251,7 +254,7 @@ def test_experts_spread_over_devices_in_shard_map():
         offset = jax.lax.axis_index("expert") * rhs.shape[0]
         return jax.lax.psum(grouped_matmul(lhs, rhs, sizes, group_offset=offset), "expert")
 
-    sharded = jax.shard_map(shard, mesh=mesh, in_specs=(P(), here), out_specs=P())
+    sharded = jax.shard_map(shard, mesh=mesh, in_specs=(P(), here), out_specs=P(), check_vma=False)
     got = value_and_gradients(sharded, lhs, rhs, dout)
     expected = value_and_gradients(
         lambda a, b: grouped_matmul_reference(a, b, sizes), lhs, rhs, dout
@@ -298,7 +301,7 @@ def test_a_demanded_implementation_that_cannot_serve_says_why():
     lhs, rhs, _ = inputs(8, 4, 4, 2, False)
     with pytest.raises(NotSupported, match="this is a cpu"):
         grouped_matmul(lhs, rhs, jnp.array([4, 4]), implementation="pallas")
-    assert "grouped_matmul" in str(supported("grouped_matmul"))
+    assert "grouped_matmul" in str(support_table("grouped_matmul"))
 
 
 def test_tiles_of_every_config_give_the_same():
@@ -308,8 +311,9 @@ def test_tiles_of_every_config_give_the_same():
     expected = grouped_matmul_reference(lhs, rhs, sizes)
     candidates = kernel.candidates(kernel.bind(lhs, rhs, sizes))
     assert len(candidates) > 5
-    for rows in {cfg.forward.rows for cfg in candidates}:
+    for rows in (64, 512):
         cfg = GroupedMatmulConfig(forward=Tile(rows=rows))
+        assert cfg.forward in {other.forward for other in candidates}
         np.testing.assert_allclose(
             grouped_matmul(lhs, rhs, sizes, cfg=cfg), expected, rtol=1e-5, atol=1e-5
         )

@@ -13,10 +13,10 @@ import numpy as np
 from ejkernel.ops import Dimension, Invocation, Kernel, NearShapes, Supports
 from ejkernel.ops.tuner.inputs import batched_shapes, random_like
 
+from ..tile import Tile
 from . import xla
 from .groups import row_spans
 from .reference import grouped_matmul_reference
-from .tile import Tile
 
 
 @dataclasses.dataclass(frozen=True)

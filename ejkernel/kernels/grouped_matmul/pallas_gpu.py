@@ -15,8 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from ..tile import Tile
+from ..triton_blocks import joint, load, part, store
 from .groups import Spans, Steps, grid_steps, with_rows_of_no_group
-from .tile import Tile
 
 
 def rows_times_matrices(
@@ -43,28 +44,24 @@ def rows_times_matrices(
         step = pl.program_id(0)
         region, first, end = steps.group[step], steps.tile[step], steps.end[step]
         group = jnp.clip(region - 1, 0, groups - 1)  # region 0: the rows before the first group
-        row, my_rows = _part(first, tile.rows, end)
-        column, my_columns = _part(pl.program_id(1) * tile.columns, tile.columns, columns)
+        row, my_rows = part(first, tile.rows, end)
+        column, my_columns = part(pl.program_id(1) * tile.columns, tile.columns, columns)
 
         def add(block: Any, total: jax.Array) -> jax.Array:
-            inner, there = _part(block * tile.depth, tile.depth, depth)
-            left = _load(lhs_ref.at[row, inner], my_rows[:, None] & there[None, :])
+            inner, there = part(block * tile.depth, tile.depth, depth)
+            left = load(lhs_ref.at[row, inner], joint(my_rows, there))
             if transpose_rhs:
-                right = _load(rhs_ref.at[group, column, inner], my_columns[:, None] & there[None])
+                right = load(rhs_ref.at[group, column, inner], joint(my_columns, there))
             else:
-                right = _load(rhs_ref.at[group, inner, column], there[:, None] & my_columns[None])
+                right = load(rhs_ref.at[group, inner, column], joint(there, my_columns))
             total += plgpu.dot(left, right, trans_b=transpose_rhs, precision=precision)
             return total
 
         has_matrix = (region > 0) & (region <= groups)
-        blocks = jnp.where(has_matrix, pl.cdiv(depth, tile.depth), 0)
+        blocks = jnp.where(has_matrix, jnp.int32(pl.cdiv(depth, tile.depth)), jnp.int32(0))
         total = jnp.zeros((tile.rows, tile.columns), jnp.float32)
-        total = lax.fori_loop(0, blocks, add, total)
-        plgpu.store(
-            out_ref.at[row, column],
-            total.astype(dtype),
-            mask=my_rows[:, None] & my_columns[None, :],
-        )
+        total = lax.fori_loop(jnp.int32(0), blocks, add, total)
+        store(out_ref.at[row, column], total, joint(my_rows, my_columns))
 
     call = pl.pallas_call(
         body,
@@ -100,23 +97,20 @@ def transposed_rows_times_rows(
     def body(lhs_ref: Any, dout_ref: Any, starts: Any, ends: Any, out_ref: Any) -> None:
         group = pl.program_id(0)
         start, end = starts[group], ends[group]
-        inner, my_depth = _part(pl.program_id(1) * tile.depth, tile.depth, depth)
-        column, my_columns = _part(pl.program_id(2) * tile.columns, tile.columns, columns)
+        inner, my_depth = part(pl.program_id(1) * tile.depth, tile.depth, depth)
+        column, my_columns = part(pl.program_id(2) * tile.columns, tile.columns, columns)
 
         def add(block: Any, total: jax.Array) -> jax.Array:
-            row, mine = _part(start + block * tile.rows, tile.rows, end)
-            left = _load(lhs_ref.at[row, inner], mine[:, None] & my_depth[None, :])
-            right = _load(dout_ref.at[row, column], mine[:, None] & my_columns[None, :])
+            row, mine = part(start + block * tile.rows, tile.rows, end)
+            left = load(lhs_ref.at[row, inner], joint(mine, my_depth))
+            right = load(dout_ref.at[row, column], joint(mine, my_columns))
             total += plgpu.dot(left, right, trans_a=True, precision=precision)
             return total
 
+        blocks = lax.div(end - start + (tile.rows - 1), jnp.int32(tile.rows))
         total = jnp.zeros((tile.depth, tile.columns), jnp.float32)
-        total = lax.fori_loop(0, pl.cdiv(end - start, tile.rows), add, total)
-        plgpu.store(
-            out_ref.at[group, inner, column],
-            total.astype(dtype),
-            mask=my_depth[:, None] & my_columns[None, :],
-        )
+        total = lax.fori_loop(jnp.int32(0), blocks, add, total)
+        store(out_ref.at[group, inner, column], total, joint(my_depth, my_columns))
 
     call = pl.pallas_call(
         body,
@@ -128,13 +122,3 @@ def transposed_rows_times_rows(
     )
     out: jax.Array = call(lhs, dout, *spans)
     return out
-
-
-def _part(first: Any, size: int, end: Any) -> tuple[Any, jax.Array]:
-    """A slice of an axis, and which of its elements lie before ``end``."""
-    return pl.ds(first, size), first + jnp.arange(size) < end
-
-
-def _load(ref: Any, mask: jax.Array) -> jax.Array:
-    loaded: jax.Array = plgpu.load(ref, mask=mask, other=0.0)
-    return loaded

@@ -16,8 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ..tile import Tile
 from .groups import Spans, Steps, grid_steps, with_rows_of_no_group
-from .tile import Tile
 
 
 def rows_times_matrices(
