@@ -89,5 +89,5 @@ def _gelu(x: jax.Array) -> jax.Array:
     series = 0.254829592 + t * (
         -0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))
     )
-    erf = jnp.where(x < 0, -1.0, 1.0) * (1.0 - t * series * jnp.exp(-z * z))
+    erf: jax.Array = jnp.where(x < 0, -1.0, 1.0) * (1.0 - t * series * jnp.exp(-z * z))
     return 0.5 * x * (1.0 + erf)
