@@ -41,6 +41,7 @@ CALLS = {
     "few rows": (7, 16, 16, (0, 3, 0, 0, 1), 5, None, False),
     "nothing": (20, 8, 8, (0, 0), 2, None, False),
     "one group": (33, 8, 16, (30,), 1, None, False),
+    "one group of all rows": (33, 8, 16, (33,), 1, None, True),
 }
 
 
