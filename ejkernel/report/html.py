@@ -121,7 +121,6 @@ def _operations(run: Run) -> Markup:
 
 def _environment(run: Run) -> Markup:
     facts = {
-        "title": run.title,
         "created": run.created,
         "command": run.command,
         "store": run.store,

@@ -180,7 +180,7 @@ def _of_model(run: Run) -> Headline:
         times(gain.times) if gain.is_real or not known else "≈ 1×",
         title,
         f"One run took {duration(before)} before tuning and takes {duration(after)} now"
-        f"{_percent_less(before, after)}.",
+        f"{_percent_less(before, after) if gain.is_real else ''}.",
         finding,
         before,
         after,

@@ -107,6 +107,7 @@ def test_noise_is_not_sold_as_a_gain():
     model = BeforeAfter("the model", (1.0, 1.1, 1.0), (0.9, 1.1, 1.0), Gain(1.09, 0.94, 1.26))
     top = headline(dataclasses.replace(plain_run(), model=model))
     assert top.figure == "≈ 1×"
+    assert "%" not in top.sentence
     assert "as far as can be measured" in top.title
     assert top.finding.level == "open"
 
