@@ -42,7 +42,7 @@ class Both(Kernel):
         return LOSS.heuristic_cfg_triton(_loss_alone(inv))
 
     def candidate_cfgs_pallas(self, inv):
-        return LOSS.candidate_cfgs_pallas(_loss_alone(inv))[::8]
+        return LOSS.candidate_cfgs_pallas(_loss_alone(inv))[:1]
 
     def candidate_cfgs_triton(self, inv):
         return LOSS.candidate_cfgs_triton(_loss_alone(inv))[::8]

@@ -312,7 +312,12 @@ class LinearCrossEntropy(Kernel[LinearCrossEntropyConfig, jax.Array]):
         default = self.heuristic_cfg_pallas(inv)
         tiles = [(rows, words) for rows in (128, 256, 512, 1024) for words in (256, 512, 1024)]
         forward, backward = (
-            [t for t in tiles if pallas_tpu.fits(*t, sizes.features, sizes.itemsize, backward=b)]
+            [
+                (rows, words)
+                for rows, words in tiles
+                if pallas_tpu.fits(rows, words, sizes.features, sizes.itemsize, backward=b)
+                and rows * words * sizes.features <= 2**29  # else they compile for minutes
+            ]
             for b in (False, True)
         )
         return [

@@ -192,13 +192,15 @@ def default_tile(
 ) -> tuple[int, int]:
     """Rows and words of a tile: the largest that fits into VMEM, as square as may be.
 
-    Beyond 512 of each the matrix unit is busy all the time, and only the compiler has more to do.
+    Beyond 512 of each the matrix unit is busy all the time, and only the compiler has more to do:
+    it unrolls a tile's products, and takes minutes for 512 x 512 x 4096.
     """
     fitting = [
         (rows, words)
         for rows in (512, 256, 128, 64)
         for words in (512, 256, 128)
         if fits(rows, words, features, itemsize, backward=backward)
+        and rows * words * features <= 2**28
     ]
     rows, words = max(fitting or [(64, 128)], key=lambda tile: (min(tile), sum(tile)))
     return min(rows, -(-n // 8) * 8), min(words, -(-vocab // 128) * 128)
