@@ -126,6 +126,37 @@ class Tiles:
             end = least(divide(past_query + self.block_q - 1, self.block_q), self.q_blocks)
         return begin, end
 
+    def whole_keys_of(self, i: Index) -> tuple[Index, Index]:
+        """The key blocks `begin <= j < end` that query block `i` sees wholly (see :meth:`whole`)."""
+        begin, last = self.keys_of(i)
+        end = least(last, self.kv_len // self.block_k)
+        if self.left is not None:
+            first_key = most((i + 1) * self.block_q - 1 - self.left, 0)
+            begin = most(begin, divide(first_key + self.block_k - 1, self.block_k))
+        if self.right is not None:
+            past_key = most(i * self.block_q + self.right + 1, 0)
+            end = least(end, divide(past_key, self.block_k))
+        begin = least(begin, last)
+        return begin, most(begin, end)
+
+    def whole_queries_of(self, j: Index) -> tuple[Index, Index]:
+        """The query blocks `begin <= i < end` that see key block `j` wholly."""
+        begin, end = self.queries_of(j)
+        last = end
+        if self.right is not None:
+            first_query = most((j + 1) * self.block_k - 1 - self.right, 0)
+            begin = most(begin, divide(first_query + self.block_q - 1, self.block_q))
+        if self.left is not None:
+            past_query = most(j * self.block_k + self.left + 1, 0)
+            end = least(end, divide(past_query, self.block_q))
+        begin = least(begin, last)
+        end = most(begin, end)
+        if self.kv_len < self.padded_kv_len:
+            # The last key block has keys that do not exist: nobody sees it wholly.
+            is_padded = (j + 1) * self.block_k > self.kv_len
+            end = jnp.where(is_padded, jnp.asarray(begin, jnp.int32), jnp.asarray(end, jnp.int32))
+        return begin, end
+
     @property
     def key_steps(self) -> int:
         """The most key blocks that a query block sees: as many steps does a grid need."""
