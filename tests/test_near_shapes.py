@@ -150,6 +150,30 @@ def test_what_the_kernel_does_not_support_is_not_lent(store):
     assert "eight is too many" in decision.explain()
 
 
+def test_a_config_that_cannot_be_traced_is_not_lent_whatever_it_raises(store):
+    class Unfinished(Lending):
+        def run(self, x, *, cfg, scale=1.0):
+            if cfg.rows == 8:
+                raise NotImplementedError("eight rows are for later")
+            return super().run(x, cfg=cfg, scale=scale)
+
+    kernel = Unfinished()
+    keep(store, kernel, x(64), 8)
+    decision, _ = decide(store, kernel, x(48))
+    assert decision.tier == "heuristics"
+    assert "eight rows are for later" in decision.explain()
+
+
+def test_without_a_heuristic_a_traceable_config_is_lent(store):
+    class NoFavourite(Lending):
+        def heuristic_cfg(self, inv):
+            raise NotImplementedError
+
+    kernel = NoFavourite()
+    keep(store, kernel, x(64), 8)
+    assert decide(store, kernel, x(48))[0].tier == "near"
+
+
 def test_it_is_off_unless_the_kernel_or_the_policy_allows_it(store):
     plain, lending = RowSum(), Lending()
     for kernel in (plain, lending):

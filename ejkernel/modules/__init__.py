@@ -10,5 +10,15 @@
 from ejkernel.kernels.flash_attention import FlashAttentionConfig
 
 from .flash_attention import flash_attention
+from .supported import support_table, supported
 
-__all__ = ["FlashAttentionConfig", "flash_attention"]
+OPERATIONS = ("flash_attention",)
+"""The operations by name; each is the function of that name."""
+
+__all__ = [
+    "OPERATIONS",
+    "FlashAttentionConfig",
+    "flash_attention",
+    "support_table",
+    "supported",
+]

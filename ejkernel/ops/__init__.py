@@ -27,7 +27,9 @@ from .core import (
     Invocation,
     Kernel,
     NearShapes,
+    NotSupported,
     Out,
+    Supports,
 )
 from .execution import (
     AutotuningResult,
@@ -88,9 +90,11 @@ __all__ = [
     "Invocation",
     "Kernel",
     "NearShapes",
+    "NotSupported",
     "Out",
     "PersistentCache",
     "Space",
+    "Supports",
     "Tuner",
     "abstractify",
     "autotune",

@@ -197,10 +197,11 @@ def check_call(
     require_implementation(kernel, goal)
     if compile:
         require(goal)
-    # A new one: its key is computed when first asked for, and has to be that of the target.
+    # A new one: it keeps its key, which has to be that of the target.
     inv = dataclasses.replace(inv.abstract(), metadata={"device": goal.device_fingerprint})
     with standing_on(goal):
         listed = kernel.candidates(inv) if configs is None else list(configs)
+        inv.key  # noqa: B018  computed here, where it is that of the target, and kept
     if not listed:
         raise ValueError(f"check: configs is empty; nothing to check for {kernel.full_op_id}")
     listed = [kernel.check_config(cfg, "configs holds") for cfg in listed]

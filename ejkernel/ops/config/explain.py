@@ -33,6 +33,8 @@ def call_fields(inv: Invocation[Any, Any]) -> dict[str, Any]:
             name: readable(value) for name, value in inv.kwargs.items() if name not in unkeyed
         },
     }
+    if inv.served_by is not None:
+        fields["implementation"] = inv.served_by
     if inv.batch_axes is not None:
         fields["batch"] = str(inv.batch_axes)
     return fields
@@ -111,6 +113,12 @@ def _call_differences(
                 f"keyword {name}",
                 f"tuned {_with(name, before)}, you asked {_with(name, after)}",
             )
+    if stored.get("implementation") != asked.get("implementation"):
+        yield (
+            "implementation",
+            f"tuned for the implementation {stored.get('implementation')}, "
+            f"{asked.get('implementation')} serves this call",
+        )
     if stored.get("batch") != asked.get("batch"):
         yield (
             "batch",

@@ -104,13 +104,14 @@ def _reason_against(request: Request, cfg: Any) -> str | None:
         if stable_json(cfg) not in known:
             return "is not among the candidates of this call"
     try:
-        if _output(request, cfg) != _output(request, kernel.heuristic(inv)):
-            return "gives an output of another shape than the heuristic config"
-    except NotImplementedError:  # no heuristic: nothing to compare with
-        return None
+        output = _output(request, cfg)
     except Exception as error:  # noqa: BLE001  whatever it is, another config serves
         return f"cannot be traced for this call: {type(error).__name__}: {error}"
-    return None
+    try:
+        expected = _output(request, kernel.heuristic(inv))
+    except Exception:  # noqa: BLE001  no heuristic, or a broken one: nothing to compare with
+        return None
+    return None if output == expected else "gives an output of another shape than the heuristic"
 
 
 def _output(request: Request, cfg: Any) -> Any:

@@ -3,6 +3,7 @@
 from .invocation import BatchAxes, Invocation
 from .kernel import Kernel
 from .near import Dimension, NearShapes
+from .supports import NotSupported, Supports
 from .types import Cfg, ConfigKey, Out
 
 __all__ = [
@@ -13,5 +14,7 @@ __all__ = [
     "Invocation",
     "Kernel",
     "NearShapes",
+    "NotSupported",
     "Out",
+    "Supports",
 ]

@@ -38,26 +38,33 @@ def method_name(method: str, suffix: str) -> str:
     return f"{method}_{suffix}" if suffix else method
 
 
+def method_order(device_kind: str, implementation: str | None) -> tuple[str, ...]:
+    """The suffixes under which a method is looked for, most specific first.
+
+    What belongs to an implementation that does not serve the call must not be taken, so with an
+    `implementation` its own suffix comes first and those before it in the device's order are out.
+    """
+    order = suffix_order(device_kind)
+    if implementation is None:
+        return order
+    first = "" if implementation == "run" else implementation
+    rest = order[order.index(first) + 1 :] if first in order else order
+    return tuple(dict.fromkeys((first, *rest, "")))
+
+
 def find_method(
-    kernel: Any, method: str, device_kind: str, base: type
+    kernel: Any, method: str, device_kind: str, base: type, implementation: str | None = None
 ) -> Callable[..., Any] | None:
     """The most specific implementation of a method that the kernel's own classes define."""
-    found = find_with_suffix(kernel, method, device_kind, base)
+    found = find_with_suffix(kernel, method, device_kind, base, implementation)
     return None if found is None else found[1]
 
 
 def find_with_suffix(
     kernel: Any, method: str, device_kind: str, base: type, implementation: str | None = None
 ) -> tuple[int, Callable[..., Any]] | None:
-    """The same, with how specific it is: the position of its suffix, 0 for the most specific.
-
-    With an `implementation` its own suffix comes before the device's usual order.
-    """
-    order = suffix_order(device_kind)
-    if implementation is not None:
-        first = "" if implementation == "run" else implementation
-        order = (first, *(suffix for suffix in order if suffix != first))
-    for position, suffix in enumerate(order):
+    """The same, with how specific it is: the position of its suffix, 0 for the most specific."""
+    for position, suffix in enumerate(method_order(device_kind, implementation)):
         name = method_name(method, suffix)
         defined = getattr(type(kernel), name, None)
         if defined is not None and defined is not getattr(base, name, None):

@@ -32,12 +32,15 @@ class Rule:
 
 
 def find_rule(
-    kernel: Kernel[Any, Any], run: Callable[..., Any], cfg: Any, device_kind: str
+    kernel: Kernel[Any, Any],
+    run: Callable[..., Any],
+    cfg: Any,
+    device_kind: str,
+    chosen: str | None = None,
 ) -> Rule | None:
     """The rule the kernel defines for this device, or None: then JAX differentiates `run`."""
     from .kernel import Kernel
 
-    chosen = getattr(cfg, "implementation", None)
     simple = find_with_suffix(kernel, "custom_vjp", device_kind, Kernel, chosen)
     forward = find_with_suffix(kernel, "fwd_with_residuals", device_kind, Kernel, chosen)
     backward = find_with_suffix(kernel, "vjp", device_kind, Kernel, chosen)

@@ -15,6 +15,7 @@ from .dispatch import defined_methods, find_method
 from .gradients import call_with_rule, find_rule
 from .kernel import Kernel
 from .partition import split
+from .supports import serving, without_demand
 
 if TYPE_CHECKING:
     from .invocation import Invocation
@@ -22,16 +23,11 @@ if TYPE_CHECKING:
 Stage = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def find_run(kernel: Kernel[Any, Any], cfg: Any = None) -> Any:
-    """The `run` method that serves the current device.
-
-    A config with a field `implementation` chooses among them: `"xla"` for `run_xla`, `"run"` for
-    `run` itself, None for the usual order.
-    """
+def find_run(kernel: Kernel[Any, Any], name: str | None = None) -> Any:
+    """The `run` method of an implementation; None takes the usual order of the current device."""
     kind = device_kind()
-    wanted = getattr(cfg, "implementation", None)
-    if wanted is not None:
-        return kernel.implementation(wanted)
+    if name is not None:
+        return kernel.implementation(name)
     run = find_method(kernel, "run", kind, Kernel)
     if run is None:
         have = ", ".join(defined_methods(type(kernel), "run", Kernel))
@@ -53,9 +49,10 @@ def run_labelled(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) 
 
 
 def _run(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any, stage: Stage) -> Any:
-    run = find_run(kernel, cfg)
-    rule = find_rule(kernel, run, cfg, device_kind())
-    arrays, rest = split((inv.args, dict(inv.kwargs)))
+    name = serving(kernel, inv, cfg)
+    run = find_run(kernel, name)
+    rule = find_rule(kernel, run, cfg, device_kind(), name)
+    arrays, rest = split((inv.args, without_demand(inv.kwargs)))
 
     def primal(*arrays: Any) -> Any:
         args, kwargs = rest.merge(arrays)

@@ -19,6 +19,7 @@ from ..utils.fingerprint import (
     tree_signature,
 )
 from ..utils.stable import short_hash, stable_json
+from .supports import serving
 from .types import Cfg, ConfigKey, Out
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class Invocation(Generic[Cfg, Out]):
     @functools.cached_property
     def call_key(self) -> str:
         """16 hexadecimal digits that identify this call among those of the operation."""
+        served_by = self.served_by
         return short_hash(
             {
                 "args": tree_signature(self.abstract_args),
@@ -97,8 +99,19 @@ class Invocation(Generic[Cfg, Out]):
                     if name not in self._unkeyed
                 },
                 "batch_axes": self.batch_axes,
+                # Tiles of a C++ kernel mean nothing to XLA: where several implementations may
+                # serve a call, configs are kept apart by the one that does.
+                **({} if served_by is None else {"served_by": served_by}),
             }
         )
+
+    @functools.cached_property
+    def served_by(self) -> str | None:
+        """The implementation that serves this call, if the kernel declares what they support."""
+        kernel = self.kernel
+        if kernel is None or not kernel.supports or kernel.tune_implementations:
+            return None
+        return serving(kernel, self)
 
     def make_key(self, key_builder: KeyBuilder | None = None) -> str:
         """The call key; from `key_builder(self)` if given, else from the kernel's own, if any."""

@@ -24,6 +24,14 @@ from .dispatch import (
 from .invocation import Invocation, KeyBuilder
 from .near import NearShapes
 from .space import Space
+from .supports import (
+    IMPLEMENTATION,
+    Supports,
+    demanded,
+    reasons_against,
+    serving,
+    without_demand,
+)
 from .types import Cfg, Out
 
 if TYPE_CHECKING:
@@ -77,6 +85,10 @@ class Kernel(Generic[Cfg, Out]):
     """Race the device's implementations too. The config class needs a field
     `implementation: str | None = None`, which then says which one a config is for."""
 
+    supports: ClassVar[Mapping[str, Supports]] = {}
+    """What implementations can do, by name (`"pallas"`): a call goes to the first that can serve
+    it. One that is not named serves everything."""
+
     near_shapes: ClassVar[NearShapes | None] = None
     """Where a call that was never tuned may use the config of a tuned one of other sizes."""
 
@@ -89,6 +101,7 @@ class Kernel(Generic[Cfg, Out]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         check_method_names(cls)
+        _refuse_reserved_keyword(cls)
         _give_both_names(cls)
         _keep_builder_a_function(cls)
         declared = _declared_config_type(cls)
@@ -127,6 +140,12 @@ class Kernel(Generic[Cfg, Out]):
             raise TypeError(
                 f"kernel {self.op_id!r} ({cls.__name__}) defines {have} without {lack}; a gradient "
                 "needs both (or custom_vjp alone)"
+            )
+        unknown = sorted(set(self.supports) - set(_names_of_runs(cls)))
+        if unknown:
+            raise TypeError(
+                f"kernel {self.op_id!r} ({cls.__name__}): supports names {', '.join(unknown)}, but "
+                f"it has {', '.join(_names_of_runs(cls))}"
             )
         for label, value, pattern in (
             ("name", self.op_id, _OP_ID),
@@ -189,7 +208,7 @@ class Kernel(Generic[Cfg, Out]):
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What `prepare` makes of the arguments, checked."""
-        result = self.prepare(*args, **kwargs)
+        result = self.prepare(*args, **without_demand(kwargs))
         if (
             not isinstance(result, tuple)
             or len(result) != 2
@@ -199,39 +218,45 @@ class Kernel(Generic[Cfg, Out]):
             raise TypeError(
                 f"kernel {self.full_op_id}: prepare must return (args, kwargs), got {result!r}"
             )
-        return tuple(result[0]), dict(result[1])
+        demand = {name: kwargs[name] for name in (IMPLEMENTATION,) if name in kwargs}
+        return tuple(result[0]), {**result[1], **demand}
 
     def heuristic(self, inv: Invocation[Cfg, Out]) -> Cfg:
         """The heuristic config of the current device, checked."""
-        method = find_method(self, "heuristic_cfg", device_kind(), Kernel) or self.heuristic_cfg
-        return self.check_config(method(inv), "heuristic_cfg returned")
+        return self._heuristic_of(inv, serving(self, inv))
+
+    def _heuristic_of(self, inv: Invocation[Cfg, Out], implementation: str | None) -> Cfg:
+        found = find_method(self, "heuristic_cfg", device_kind(), Kernel, implementation)
+        return self.check_config((found or self.heuristic_cfg)(inv), "heuristic_cfg returned")
 
     def candidates(self, inv: Invocation[Cfg, Out]) -> list[Cfg]:
         """Every distinct config to try on the current device; the heuristic one comes first."""
-        listed = find_method(self, "candidate_cfgs", device_kind(), Kernel)
+        if not self.tune_implementations or demanded(inv) is not None:
+            return self._candidates_of(inv, serving(self, inv))
+        return [
+            dataclasses.replace(cfg, implementation=name)  # type: ignore[type-var]
+            for name in self.implementations()
+            if not reasons_against(self, name, inv)
+            for cfg in self._candidates_of(inv, name)
+        ]
+
+    def _candidates_of(self, inv: Invocation[Cfg, Out], implementation: str | None) -> list[Cfg]:
+        listed = find_method(self, "candidate_cfgs", device_kind(), Kernel, implementation)
         configs: Iterable[Any] = [] if listed is None else listed(inv)
         if isinstance(configs, Space):
             configs = configs.of(self.config_type)
         checked = [
             self.check_config(cfg, "candidate_cfgs (config_space) listed") for cfg in configs
         ]
-        found = self.with_heuristic(inv, checked)
-        if not self.tune_implementations:
-            return found
-        return [
-            dataclasses.replace(cfg, implementation=name)  # type: ignore[type-var]
-            for name in self.implementations()
-            for cfg in found
-        ]
+        return self.with_heuristic(inv, checked, implementation)
 
     def implementation(self, name: str) -> Any:
         """The run method with this suffix; `"run"` is the one without."""
         method = "run" if name == "run" else method_name("run", name)
         if method not in defined_methods(type(self), "run", Kernel):
-            have = [m.removeprefix("run_") for m in defined_methods(type(self), "run", Kernel)]
             raise ValueError(
-                f"kernel {self.full_op_id}: implementation {name!r} does not exist; it has "
-                f"{', '.join(have)}"
+                f"kernel {self.full_op_id}: implementation={name!r} does not exist; it has "
+                f"{', '.join(_names_of_runs(type(self)))}"
             )
         return getattr(self, method)
 
@@ -241,11 +266,16 @@ class Kernel(Generic[Cfg, Out]):
         names = [method_name("run", suffix) for suffix in suffix_order(device_kind())]
         return [name.removeprefix("run_") for name in names if name in have]
 
-    def with_heuristic(self, inv: Invocation[Cfg, Out], configs: Iterable[Cfg]) -> list[Cfg]:
+    def with_heuristic(
+        self,
+        inv: Invocation[Cfg, Out],
+        configs: Iterable[Cfg],
+        implementation: str | None = None,
+    ) -> list[Cfg]:
         """The heuristic config, if there is one, and then the others, each once."""
         found: list[Cfg] = []
         with contextlib.suppress(NotImplementedError):  # a space without a favourite is fine
-            found.append(self.heuristic(inv))
+            found.append(self._heuristic_of(inv, implementation or serving(self, inv)))
         distinct: dict[str, Cfg] = {}
         for cfg in (*found, *configs):
             distinct.setdefault(stable_json(cfg), cfg)
@@ -302,6 +332,11 @@ class Kernel(Generic[Cfg, Out]):
 Kernel.__call__ = Kernel._call  # type: ignore[attr-defined, method-assign]
 
 
+def _names_of_runs(cls: type) -> list[str]:
+    """The implementations of a kernel class by name: `run` and `run_xla` are `run` and `xla`."""
+    return [method.removeprefix("run_") for method in defined_methods(cls, "run", Kernel)]
+
+
 def _give_both_names(cls: type) -> None:
     """A class that writes `config_space` has `candidate_cfgs` too, and the other way round."""
     for suffix in ("", *SUFFIXES):
@@ -309,6 +344,21 @@ def _give_both_names(cls: type) -> None:
         for written, other in (names, names[::-1]):
             if written in vars(cls) and other not in vars(cls):
                 setattr(cls, other, vars(cls)[written])
+
+
+def _refuse_reserved_keyword(cls: type) -> None:
+    """Refuse a run method that takes `implementation`: it would never get it."""
+    for name in defined_methods(cls, "run", Kernel):
+        method = vars(cls).get(name)
+        if isinstance(method, types.FunctionType):
+            taken = method.__code__.co_varnames[
+                : method.__code__.co_argcount + method.__code__.co_kwonlyargcount
+            ]
+            if IMPLEMENTATION in taken:
+                raise TypeError(
+                    f"kernel class {cls.__name__}: {name}() takes a keyword {IMPLEMENTATION!r}, "
+                    "which every call has already: it demands a run method by name; rename yours"
+                )
 
 
 def _keep_builder_a_function(cls: type) -> None:

@@ -106,7 +106,8 @@ class NearShapes:
 
         Calls are what `call_fields` gives of an invocation.
         """
-        if any(asked.get(part) != tuned.get(part) for part in ("structure", "kwargs", "batch")):
+        must_agree = ("structure", "kwargs", "batch", "implementation")
+        if any(asked.get(part) != tuned.get(part) for part in must_agree):
             return None
         total = 0.0
         for argument, (mine, other) in enumerate(_pairs(asked.get("args"), tuned.get("args"))):

@@ -16,6 +16,7 @@ import jax
 
 from ..core.dispatch import defined_methods
 from ..core.partition import ARRAY, Partition, split
+from ..core.supports import IMPLEMENTATION
 from ..utils.fingerprint import is_array
 from ..utils.stable import stable_json
 
@@ -41,7 +42,7 @@ class Entry:
         self.kernel = kernel
         self._executor = executor
         self._by_static: dict[Any, Any] = {}
-        self._static = frozenset({"cfg", *static_keywords(type(kernel))})
+        self._static = frozenset({"cfg", IMPLEMENTATION, *static_keywords(type(kernel))})
 
         def call(*args: Any) -> Any:
             return self._trace(args, {})
@@ -57,7 +58,7 @@ class Entry:
             def positional(*args: Any, **kwargs: Any) -> Any:
                 return self._trace(args, kwargs)
 
-            return jax.jit(_named(positional, self.kernel), static_argnames="cfg")
+            return jax.jit(_named(positional, self.kernel), static_argnames=("cfg", IMPLEMENTATION))
         plain = self.plain
 
         def call(*args: Any, **kwargs: Any) -> Any:  # `self.call`, without the way through `self`

@@ -17,6 +17,7 @@ from ..core.implementation import run_unlabelled
 from ..core.invocation import BatchAxes, Invocation
 from ..core.kernel import Kernel
 from ..core.partition import Partition, split
+from ..core.supports import IMPLEMENTATION, without_demand
 from ..utils.fingerprint import is_array
 from ..utils.stable import stable_json
 from .bench import CandidateError
@@ -76,6 +77,7 @@ def tune_invocation(
         configs = pruned.candidates
         with _blaming(name, "make_inputs"):
             args, kwargs = realistic_inputs(kernel, inv, getattr(tuner, "seed", 0))
+        kwargs = without_demand(kwargs)
         make_fn = function_maker(inv, kernel)
         reference = getattr(kernel, "reference", None)
         if reference is not None:
@@ -215,8 +217,12 @@ def function_maker(
 ) -> Callable[[Any], Function]:
     """Gives the function of an invocation's arguments that runs a kernel with a config."""
 
+    demand = {n: inv.kwargs[n] for n in (IMPLEMENTATION,) if n in inv.kwargs}
+
     def make(cfg: Any) -> Function:
         def function(*args: Any, **kwargs: Any) -> Any:
+            # `make_inputs` need not know about a demand for an implementation.
+            kwargs = {**without_demand(kwargs), **demand}
             return run_unlabelled(dataclasses.replace(inv, args=args, kwargs=kwargs), kernel, cfg)
 
         return _mapped(function, inv)

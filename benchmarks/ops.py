@@ -1,0 +1,107 @@
+"""Every operation beside the formulations and libraries that compute the same.
+
+    python benchmarks/ops.py [operation ...] [--seconds 4] [--only TEXT] [--json FILE]
+
+What is compared stands in `benchmarks/operations/<operation>.py`. Results are checked first; then
+all contenders run in turns. A ratio is our time over the peer's, so less than 1 is faster. It exits
+with 1 if a promised ratio is not kept. `pip install torch==2.13.0` adds torch as a peer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import pathlib
+import platform
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import jax
+
+from benchmarks.side_by_side import OURS, Comparison, compare, temporary_bytes
+from ejkernel.modules import OPERATIONS
+
+
+def comparisons(operation: str) -> Iterator[Comparison]:
+    module = importlib.import_module(f"benchmarks.operations.{operation}")
+    yield from module.comparisons()
+
+
+def run_one(operation: str, comparison: Comparison, seconds: float) -> list[dict[str, Any]]:
+    times, found = compare(comparison, seconds)
+    rows = []
+    for ratio in found:
+        rows.append(
+            {
+                "operation": operation,
+                "name": comparison.name,
+                "peer": ratio.peer,
+                "ours_ms": 1e3 * times[OURS].best,
+                "peer_ms": 1e3 * times[ratio.peer].best,
+                "best": ratio.best,
+                "median": ratio.median,
+                "quartiles": [ratio.low, ratio.high],
+                "limit": ratio.limit,
+                "kept": ratio.kept,
+            }
+        )
+    for peer, limit in comparison.memory_limit.items():
+        arguments = comparison.arguments()
+        mine = temporary_bytes(comparison.ours, arguments)
+        theirs = temporary_bytes(comparison.peers[peer], arguments)
+        rows.append(
+            {
+                "operation": operation,
+                "name": f"{comparison.name}, temporary MiB",
+                "peer": peer,
+                "ours_ms": mine / 2**20,
+                "peer_ms": theirs / 2**20,
+                "best": mine / theirs,
+                "median": mine / theirs,
+                "quartiles": [mine / theirs] * 2,
+                "limit": limit,
+                "kept": mine <= limit * theirs,
+            }
+        )
+    return rows
+
+
+def show(row: dict[str, Any]) -> str:
+    low, high = row["quartiles"]
+    limit = "" if row["limit"] is None else f"  limit {row['limit']:.2f}"
+    verdict = "" if row["kept"] else "  NOT KEPT"
+    return (
+        f"{row['operation']:<24}{row['name']:<52}{row['peer']:<22}"
+        f"{row['ours_ms']:>10.2f}{row['peer_ms']:>10.2f}  best {row['best']:.2f}  "
+        f"median {row['median']:.2f} [{low:.2f}, {high:.2f}]{limit}{verdict}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("operations", nargs="*", default=list(OPERATIONS))
+    parser.add_argument("--seconds", type=float, default=4.0, help="for each comparison")
+    parser.add_argument("--only", default="", help="comparisons whose name contains this")
+    parser.add_argument("--json", type=pathlib.Path, help="write all figures to this file")
+    options = parser.parse_args()
+    print(f"jax {jax.__version__}, Python {platform.python_version()}, {jax.devices()[0]}")
+    rows = []
+    for operation in options.operations:
+        for comparison in comparisons(operation):
+            if options.only in comparison.name:
+                for row in run_one(operation, comparison, options.seconds):
+                    rows.append(row)
+                    print(show(row), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+    missed = [row for row in rows if not row["kept"]]
+    print(f"{len(rows) - len(missed)} of {len(rows)} ratios are within what is promised")
+    sys.exit(bool(missed))
+
+
+if __name__ == "__main__":
+    main()

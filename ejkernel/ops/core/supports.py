@@ -1,0 +1,139 @@
+"""What an implementation can do, as data, and which one serves a call."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from ..utils.fingerprint import device_kind, is_array
+from .dispatch import method_name, suffix_order
+
+if TYPE_CHECKING:
+    from .invocation import Invocation
+    from .kernel import Kernel
+
+IMPLEMENTATION = "implementation"
+"""The keyword of every call that demands an implementation by name."""
+
+Rule = Callable[["Invocation[Any, Any]"], "str | None"]
+
+
+class NotSupported(ValueError):
+    """No implementation can serve a call, or the one that was demanded cannot: all the reasons."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Supports:
+    """What one implementation of a kernel can serve; a kernel declares it by name::
+
+        supports = {"pallas": Supports(dtypes=("float32", "bfloat16"), without=("bias",))}
+
+    A call goes to the first implementation of the device's order that can serve it. One that is
+    not declared serves everything.
+
+    Args:
+      dtypes: of floating arrays; None allows any.
+      without: keywords that it cannot serve when they are given (not None, False or 0).
+      rules: functions of an `Invocation`, each giving one sentence that says why not, or None.
+    """
+
+    dtypes: tuple[str, ...] | None = None
+    without: tuple[str, ...] = ()
+    rules: tuple[Rule, ...] = ()
+
+    def reasons_against(self, inv: Invocation[Any, Any]) -> list[str]:
+        """Why a call cannot be served, in sentences; empty if it can."""
+        return [
+            *self._dtype_reasons(inv),
+            *(
+                f"{name} is not supported, and it is given"
+                for name in self.without
+                if _is_given(inv.kwargs.get(name))
+            ),
+            *(reason for rule in self.rules if (reason := rule(inv)) is not None),
+        ]
+
+    def _dtype_reasons(self, inv: Invocation[Any, Any]) -> Iterator[str]:
+        if self.dtypes is None:
+            return
+        floating = {
+            str(leaf.dtype)
+            for leaf in jax.tree.leaves((inv.args, dict(inv.kwargs)))
+            if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+        }
+        for dtype in sorted(floating - set(self.dtypes)):
+            yield f"arrays of {dtype} are not supported, only {', '.join(self.dtypes)}"
+
+
+def demanded(inv: Invocation[Any, Any], cfg: Any = None) -> str | None:
+    """The implementation that a call, or its config, asks for by name."""
+    name = inv.kwargs.get(IMPLEMENTATION)
+    return name if name is not None else getattr(cfg, IMPLEMENTATION, None)
+
+
+def without_demand(kwargs: Any) -> dict[str, Any]:
+    """The keywords that the kernel's own methods see."""
+    return {name: value for name, value in kwargs.items() if name != IMPLEMENTATION}
+
+
+def reasons_against(kernel: Kernel[Any, Any], name: str, inv: Invocation[Any, Any]) -> list[str]:
+    """Why an implementation cannot serve a call on the current device."""
+    kind = device_kind()
+    suffix = "" if name == "run" else name
+    if suffix not in suffix_order(kind):
+        serves = [k for k in ("gpu", "tpu", "cpu") if suffix in suffix_order(k)]
+        return [f"it serves {' and '.join(serves)} devices, and this is a {kind}"]
+    declared = kernel.supports.get(name)
+    return [] if declared is None else declared.reasons_against(inv)
+
+
+def serving(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], cfg: Any = None) -> str | None:
+    """The name of the implementation that serves a call; None if nothing depends on the call.
+
+    Raises `NotSupported` with every reason if there is none.
+    """
+    if (name := inv.kwargs.get(IMPLEMENTATION)) is not None:
+        kernel.implementation(name)  # it exists
+        if reasons := reasons_against(kernel, name, inv):
+            raise NotSupported(_refusal(kernel, inv, name, reasons))
+        return str(name)
+    if (name := getattr(cfg, IMPLEMENTATION, None)) is not None:
+        kernel.implementation(name)
+        declared = kernel.supports.get(name)
+        if declared is not None and (reasons := declared.reasons_against(inv)):
+            raise NotSupported(_refusal(kernel, inv, name, reasons))
+        return str(name)
+    if not kernel.supports:
+        return None
+    names = kernel.implementations()
+    for name in names:
+        if not reasons_against(kernel, name, inv):
+            return name
+    if not names:
+        return None  # `find_run` says so
+    raise NotSupported(_refusal(kernel, inv, None, []))
+
+
+def _refusal(
+    kernel: Kernel[Any, Any], inv: Invocation[Any, Any], name: str | None, reasons: list[str]
+) -> str:
+    call = f"{kernel.full_op_id}({inv.signature})"
+    others = {n: reasons_against(kernel, n, inv) for n in kernel.implementations() if n != name}
+    if name is None:
+        lines = [f"no implementation can serve {call} on this {device_kind()}:"]
+        lines += [f"  {method_name('run', n)}: {'; '.join(r)}" for n, r in others.items()]
+        return "\n".join(lines)
+    able = [n for n, r in others.items() if not r]
+    lines = [f"implementation={name!r} cannot serve {call}:", *(f"  {r}" for r in reasons)]
+    lines += [f"  {n!r} cannot either: {'; '.join(r)}" for n, r in others.items() if r]
+    if able:
+        lines.append(f"Leave implementation out, or use {' or '.join(map(repr, able))}.")
+    return "\n".join(lines)
+
+
+def _is_given(value: Any) -> bool:
+    return is_array(value) or bool(jax.tree.leaves(value) and value)
