@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax
 
-from ejkernel.ops import BwdParams, Dimension, FwdParams, Invocation, Kernel, NearShapes
+from ejkernel.ops import BwdParams, Dimension, FwdParams, Invocation, Kernel, NearShapes, Supports
 
-from . import xla
+from . import accelerators, xla
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +21,7 @@ class FlashAttentionConfig:
     bwd: BwdParams = dataclasses.field(default_factory=BwdParams)
 
 
-class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
+class FlashAttention(accelerators.Accelerators, Kernel[FlashAttentionConfig, jax.Array]):
     """`softmax(scale * q kᵀ) v`, block by block, with its own backward pass.
 
     Arguments are `q, k, v` as `(batch, sequence, heads, head_dim)`, keywords `causal` and
@@ -28,6 +29,7 @@ class FlashAttention(Kernel[FlashAttentionConfig, jax.Array]):
     """
 
     version = "1"
+    supports: ClassVar[Mapping[str, Supports]] = accelerators.SUPPORTS
     # Blocks are chosen for a length; the number of sequences hardly matters, and a block that is
     # longer than a sequence is cut to it.
     near_shapes = NearShapes(

@@ -6,6 +6,7 @@ on traced ones, inside a kernel.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -51,24 +52,15 @@ class Options:
     q_lengths: jax.Array | None = None
     kv_lengths: jax.Array | None = None
 
-    @property
-    def segments(self) -> tuple[jax.Array, jax.Array] | None:
-        """Segment ids of the queries and of the keys, as int32."""
-        if self.segment_ids is None:
-            return None
-        keys = self.segment_ids if self.kv_segment_ids is None else self.kv_segment_ids
-        return self.segment_ids.astype(jnp.int32), keys.astype(jnp.int32)
+    def __post_init__(self) -> None:
+        if self.segment_ids is not None and self.kv_segment_ids is None:
+            object.__setattr__(self, "kv_segment_ids", self.segment_ids)
 
     @property
-    def left(self) -> int | None:
-        """How many keys before its own position a query sees; None for all."""
-        return None if self.window is None else self.window[0]
-
-    @property
-    def right(self) -> int | None:
-        """How many keys after its own position a query sees; None for all."""
-        right = None if self.window is None else self.window[1]
-        return (0 if right is None else min(0, right)) if self.causal else right
+    def band(self) -> tuple[int | None, int | None]:
+        """How far back and how far ahead a query sees; None: without limit."""
+        left, right = self.window or (None, None)
+        return left, (0 if self.causal else right)
 
 
 @dataclass(frozen=True)
@@ -127,7 +119,7 @@ class Tiles:
         return begin, end
 
     def whole_keys_of(self, i: Index) -> tuple[Index, Index]:
-        """The key blocks `begin <= j < end` that query block `i` sees wholly (see :meth:`whole`)."""
+        """The key blocks `begin <= j < end` that query block `i` sees wholly."""
         begin, last = self.keys_of(i)
         end = least(last, self.kv_len // self.block_k)
         if self.left is not None:
@@ -207,6 +199,12 @@ def both(*conditions: Any) -> Any:
     return answer
 
 
+def hidden_by_value(options: Options) -> bool:
+    """Whether what is visible depends on more than positions."""
+    by_value = (options.mask, options.segment_ids, options.kv_lengths)
+    return any(x is not None for x in by_value)
+
+
 def delta_of(out: jax.Array, dout: jax.Array, dlse: jax.Array | None) -> jax.Array:
     r"""`(batch, heads, q_len)`: what the softmax subtracts from the gradient of a row's weights.
 
@@ -249,5 +247,5 @@ def most(a: Index, b: Index) -> Index:
     return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
 
 
-def _longest(ranges: Any) -> int:
+def _longest(ranges: Iterable[tuple[int, int]]) -> int:
     return max(1, max(end - begin for begin, end in ranges))
