@@ -161,11 +161,12 @@ def _tpu(forward: tuple[int, int], backward: tuple[int, int]) -> Passes:
 # Heuristic first. By the schedules of libtpu (docs/operations/flash_attention.md), which no
 # hardware has confirmed.
 TPU_BLOCKS: tuple[Passes, ...] = (
-    _tpu((512, 1024), (512, 512)),
+    _tpu((512, 1024), (512, 1024)),
     _tpu((256, 512), (256, 512)),
-    _tpu((512, 512), (512, 1024)),
+    _tpu((512, 512), (512, 512)),
     _tpu((1024, 512), (1024, 512)),
-    _tpu((1024, 1024), (256, 256)),
+    _tpu((1024, 1024), (1024, 1024)),
+    _tpu((512, 2048), (256, 256)),
 )
 
 

@@ -294,20 +294,24 @@ def fitting_block(length: int, block: int) -> int:
 
 
 def padded(features: int) -> int:
+    """Features as a power of two: what is beyond is masked."""
     return max(SMALLEST_BLOCK, pl.next_power_of_2(features))
 
 
 def query_block(tiles: Tiles, x: Any) -> pl.BlockSpec:
+    """The query block of a program."""
     shape = (None, tiles.block_q, None, padded(x.shape[3]))
     return pl.BlockSpec(shape, lambda i, h, b: (b, i, h, 0))
 
 
 def key_block(tiles: Tiles, x: Any) -> pl.BlockSpec:
+    """The key block of a program."""
     shape = (None, tiles.block_k, None, padded(x.shape[3]))
     return pl.BlockSpec(shape, lambda j, h, b: (b, j, h, 0))
 
 
 def queries_of_group(tiles: Tiles, group: int, x: Any) -> pl.BlockSpec:
+    """All queries of the heads that share a program's key head."""
     shape = (None, tiles.padded_q_len, group, padded(x.shape[3]))
     return pl.BlockSpec(shape, lambda j, h, b: (b, 0, h, 0))
 
@@ -353,9 +357,11 @@ def _inside(shape: tuple[int, ...], real: tuple[Index, ...]) -> Any:
 
 
 def load(ref: Any, real: tuple[Index, ...], other: float = 0) -> Any:
+    """A block, with `other` where it is beyond `real` elements."""
     mask = _inside(ref.shape, real)
     return plgpu.load(ref, mask=mask, other=None if mask is None else other)
 
 
 def store(ref: Any, x: Any, real: tuple[Index, ...]) -> None:
+    """Write what is within `real` elements."""
     plgpu.store(ref, x.astype(ref.dtype), mask=_inside(ref.shape, real))

@@ -354,6 +354,7 @@ def _blocks_in(length: Index, block: int) -> Index:
 
 
 def row_shape(batch: int, heads: int, length: int) -> jax.ShapeDtypeStruct:
+    """An array with a number per query, as rows."""
     return jax.ShapeDtypeStruct((batch, heads, 1, length), jnp.float32)
 
 
@@ -363,4 +364,5 @@ def _heads_first(x: jax.Array, length: int) -> jax.Array:
 
 
 def dot(a: Any, b: Any, dimensions: Any) -> Any:
+    """A product that is summed in float32."""
     return lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
