@@ -8,17 +8,21 @@
 """
 
 from ejkernel.kernels.flash_attention import FlashAttentionConfig
+from ejkernel.kernels.paged_attention import PagedAttentionConfig
 
 from .flash_attention import flash_attention
+from .paged_attention import paged_attention
 from .supported import support_table, supported
 
-OPERATIONS = ("flash_attention",)
+OPERATIONS = ("flash_attention", "paged_attention")
 """The operations by name; each is the function of that name."""
 
 __all__ = [
     "OPERATIONS",
     "FlashAttentionConfig",
+    "PagedAttentionConfig",
     "flash_attention",
+    "paged_attention",
     "support_table",
     "supported",
 ]
