@@ -12,17 +12,20 @@ from ejkernel.kernels.gated_linear_unit import GatedLinearUnitConfig
 from ejkernel.kernels.grouped_matmul import GroupedMatmulConfig
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
 from ejkernel.kernels.norm import NormConfig
+from ejkernel.kernels.paged_attention import PagedAttentionConfig
 
 from .flash_attention import flash_attention
 from .gated_linear_unit import gated_linear_unit
 from .grouped_matmul import grouped_matmul
 from .layer_norm import layer_norm
 from .linear_cross_entropy import linear_cross_entropy
+from .paged_attention import paged_attention
 from .rms_norm import rms_norm
 from .supported import support_table, supported
 
 OPERATIONS = (
     "flash_attention",
+    "paged_attention",
     "grouped_matmul",
     "rms_norm",
     "layer_norm",
@@ -38,11 +41,13 @@ __all__ = [
     "GroupedMatmulConfig",
     "LinearCrossEntropyConfig",
     "NormConfig",
+    "PagedAttentionConfig",
     "flash_attention",
     "gated_linear_unit",
     "grouped_matmul",
     "layer_norm",
     "linear_cross_entropy",
+    "paged_attention",
     "rms_norm",
     "support_table",
     "supported",

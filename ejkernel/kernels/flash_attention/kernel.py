@@ -10,7 +10,7 @@ import jax
 
 from ejkernel.ops import BwdParams, Dimension, FwdParams, Invocation, Kernel, NearShapes, Supports
 
-from . import ring, xla
+from . import accelerators, ring, xla
 from .blocks import Blocks, candidate_blocks, default_blocks
 from .cpu import CPU, FlashAttentionOnCPU
 from .inputs import make_inputs
@@ -32,7 +32,9 @@ class FlashAttentionConfig:
     bwd: BwdParams = dataclasses.field(default_factory=BwdParams)
 
 
-class FlashAttention(FlashAttentionOnCPU, Kernel[FlashAttentionConfig, Out]):
+class FlashAttention(
+    FlashAttentionOnCPU, accelerators.Accelerators, Kernel[FlashAttentionConfig, Out]
+):
     """`softmax(scale * q kᵀ) v`, block by block, with its own backward pass.
 
     Arguments are `q, k, v` as `(batch, sequence, heads, head_dim)`, keywords those of
@@ -41,7 +43,7 @@ class FlashAttention(FlashAttentionOnCPU, Kernel[FlashAttentionConfig, Out]):
     """
 
     version = "1"
-    supports: ClassVar[Mapping[str, Supports]] = {"cpu": CPU}
+    supports: ClassVar[Mapping[str, Supports]] = {"cpu": CPU, **accelerators.SUPPORTS}
     # Blocks are chosen for a length; the number of sequences hardly matters, and a block that is
     # longer than a sequence is cut to it.
     near_shapes = NearShapes(

@@ -1,0 +1,182 @@
+"""The Pallas kernels of flash attention, interpreted: values and gradients against plain JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.kernels.flash_attention import FlashAttention, pallas_gpu, pallas_tpu
+from ejkernel.kernels.flash_attention.pallas_tiles import Options, Tiles
+
+RNG = np.random.default_rng(0)
+BATCH, Q_LEN, KV_LEN, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 150, 140, 4, 2, 24, 16
+
+
+def normal(*shape):
+    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+
+def segments(length):
+    return jnp.asarray(np.sort(RNG.integers(0, 3, (BATCH, length))), jnp.int32)
+
+
+def chance(*shape):
+    return jnp.asarray(RNG.random(shape) > 0.4)
+
+
+CASES = {
+    "full": Options(softmax_scale=0.3),
+    "causal": Options(True, 0.3, sinks=normal(HEADS)),
+    "window": Options(False, 0.3, window=(40, 20), logits_soft_cap=2.0),
+    "causal window": Options(True, 0.3, window=(30, 0)),
+    "values": Options(
+        True,
+        0.3,
+        window=(100, 0),
+        logits_soft_cap=3.0,
+        sinks=normal(HEADS),
+        mask=chance(1, HEADS, Q_LEN, KV_LEN),
+        segment_ids=segments(Q_LEN),
+        kv_segment_ids=segments(KV_LEN),
+        q_lengths=jnp.array([Q_LEN - 3, 5]),
+        kv_lengths=jnp.array([KV_LEN - 5, 0]),
+    ),
+    "bias": Options(
+        False, 0.3, bias=normal(1, HEADS, Q_LEN, KV_LEN), mask=chance(BATCH, 1, 1, KV_LEN)
+    ),
+    "bias of keys": Options(False, 0.3, bias=normal(BATCH, 1, 1, KV_LEN)),
+}
+
+
+def plain(q, k, v, o):
+    repeat = q.shape[2] // k.shape[2]
+    k, v = jnp.repeat(k, repeat, 2), jnp.repeat(v, repeat, 2)
+    scores = o.softmax_scale * jnp.einsum("bqhd,bkhd->bhqk", q, k, precision="highest")
+    if o.logits_soft_cap is not None:
+        scores = o.logits_soft_cap * jnp.tanh(scores / o.logits_soft_cap)
+    if o.bias is not None:
+        scores = scores + o.bias
+    i, j = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])
+    left, right = o.band
+    visible = jnp.ones(scores.shape, bool)
+    visible &= True if right is None else j <= i + right
+    visible &= True if left is None else j >= i - left
+    visible &= True if o.mask is None else o.mask
+    if o.segment_ids is not None:
+        visible &= o.segment_ids[:, None, :, None] == o.kv_segment_ids[:, None, None]
+    if o.q_lengths is not None:
+        visible &= i < o.q_lengths[:, None, None, None]
+        visible &= j < o.kv_lengths[:, None, None, None]
+    some = visible.any(-1, keepdims=True)
+    sink = 0.0 if o.sinks is None else jnp.exp(o.sinks)[:, None, None]
+    weights = jnp.where(visible, jnp.exp(jnp.where(visible, scores, 0.0)), 0.0)
+    total = jnp.where(some, weights.sum(-1, keepdims=True) + sink, 1.0)
+    out = jnp.einsum("bhqk,bkhd->bqhd", weights / total, v, precision="highest")
+    return out, jnp.where(some, jnp.log(total), -jnp.inf)[..., 0]
+
+
+def close(ours, theirs):
+    np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("module", [pallas_tpu, pallas_gpu], ids=["tpu", "gpu"])
+def test_values_and_gradients_equal_plain_attention(module, case):
+    options = CASES[case]
+    blocks = (128, 128) if module is pallas_tpu else (64, 32)
+    q = normal(BATCH, Q_LEN, HEADS, HEAD_DIM)
+    k = normal(BATCH, KV_LEN, KV_HEADS, HEAD_DIM)
+    v = normal(BATCH, KV_LEN, KV_HEADS, VALUE_DIM)
+    dout = normal(BATCH, Q_LEN, HEADS, VALUE_DIM)
+    launch = {"block_q": blocks[0], "block_k": blocks[1], "interpret": True}
+
+    @jax.jit
+    def expectation(q, k, v, sinks):
+        def loss(q, k, v, sinks):
+            out, lse = plain(q, k, v, dataclasses.replace(options, sinks=sinks))
+            return jnp.sum(out * dout) + jnp.sum(jnp.sin(jnp.where(lse > -jnp.inf, lse, 0.0)))
+
+        wanted = (0, 1, 2) if sinks is None else (0, 1, 2, 3)
+        return plain(q, k, v, options), jax.grad(loss, wanted)(q, k, v, sinks)
+
+    def ours(q, k, v):
+        out, lse = module.forward(q, k, v, options, **launch)
+        dlse = jnp.where(lse > -jnp.inf, jnp.cos(lse), 0.0)
+        *grads, named = module.backward(q, k, v, out, lse, dout, dlse, options, **launch)
+        return (out, lse), (*grads, *named.values())
+
+    fast_to_compile = {"xla_backend_optimization_level": 0}
+    values, gradients = jax.jit(ours, compiler_options=fast_to_compile)(q, k, v)
+    expected, expected_gradients = expectation(q, k, v, options.sinks)
+    jax.tree.map(close, (values, gradients), (expected, tuple(expected_gradients)))
+
+
+@pytest.mark.parametrize("left", [None, 0, 5, 40])
+@pytest.mark.parametrize("right", [None, 0, 7])
+@pytest.mark.parametrize("lengths", [(60, 60), (45, 100), (100, 33)])
+def test_exactly_the_tiles_that_somebody_sees_are_visited(left, right, lengths):
+    tiles = Tiles(*lengths, block_q=16, block_k=8, left=left, right=right)
+    i, j = np.arange(tiles.padded_q_len)[:, None], np.arange(tiles.padded_kv_len)
+    visible = j < tiles.kv_len
+    visible = visible & (True if right is None else j <= i + right)
+    visible = visible & (True if left is None else j >= i - left)
+    blocks = visible.reshape(tiles.q_blocks, 16, tiles.k_blocks, 8).swapaxes(1, 2)
+    for a in range(tiles.q_blocks):
+        begin, end = tiles.keys_of(a)
+        seen = [b for b in range(tiles.k_blocks) if blocks[a, b].any()]
+        assert seen == list(range(begin, end))
+        whole = [b for b in range(tiles.k_blocks) if blocks[a, b].all()]
+        assert whole == list(range(*tiles.whole_keys_of(a)))
+        assert whole == [b for b in range(tiles.k_blocks) if tiles.whole(a, b)]
+        assert len(seen) <= tiles.key_steps
+    for b in range(tiles.k_blocks):
+        begin, end = tiles.queries_of(b)
+        seen = [a for a in range(tiles.q_blocks) if blocks[a, b].any()]
+        assert seen == list(range(begin, end))
+        whole = [a for a in range(tiles.q_blocks) if blocks[a, b].all()]
+        first, last = tiles.whole_queries_of(b)
+        assert whole == list(range(int(first), int(last)))
+        assert len(seen) <= tiles.query_steps
+
+
+def shaped(dtype):
+    q = jax.ShapeDtypeStruct((2, 300, 8, 80), dtype)
+    k = jax.ShapeDtypeStruct((2, 260, 2, 80), dtype)
+    return q, k, k
+
+
+@pytest.mark.parametrize(("platform", "name"), [("tpu", "pallas"), ("cuda", "triton")])
+@pytest.mark.parametrize("options", [{"window": (64, 0)}, {"logits_soft_cap": 20.0}], ids=str)
+def test_both_passes_lower(platform, name, options):
+    kernel = FlashAttention()
+    forward = getattr(kernel, f"fwd_with_residuals_{name}")
+    backward = getattr(kernel, f"vjp_{name}")
+    q, k, v = shaped(jnp.bfloat16)
+    inv = kernel.bind(q, k, v, causal=True, softmax_scale=0.1)
+    cfg = getattr(kernel, f"heuristic_cfg_{name}")(inv)
+    keywords = {"cfg": cfg, "causal": True, "softmax_scale": 0.1, "return_lse": True, **options}
+
+    def both(q, k, v):
+        out, lse = forward(q, k, v, **keywords)
+        return backward(lse, out, out, q, k, v, **keywords)
+
+    text = jax.jit(both).trace(q, k, v).lower(lowering_platforms=(platform,)).as_text()
+    for kernel_name in ("flash_attention_forward", "flash_attention_dq", "flash_attention_dkv"):
+        assert kernel_name in text
+
+
+def test_what_is_not_served_is_said():
+    kernel = FlashAttention()
+    support = kernel.supports
+    wide = jax.ShapeDtypeStruct((1, 8, 1, 512), jnp.float32)
+    inv = kernel.bind(wide, wide, wide, causal=False, softmax_scale=1.0, dropout_rate=0.1)
+    assert "head_dim is 512" in " ".join(support["triton"].reasons_against(inv))
+    assert "dropout_rate" in " ".join(support["pallas"].reasons_against(inv))
+    half = jax.ShapeDtypeStruct((1, 8, 1, 64), jnp.float16)
+    inv = kernel.bind(half, half, half, causal=False, softmax_scale=1.0)
+    assert "float16" in " ".join(support["pallas"].reasons_against(inv))
+    assert not support["triton"].reasons_against(inv)
