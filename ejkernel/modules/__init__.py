@@ -8,17 +8,21 @@
 """
 
 from ejkernel.kernels.flash_attention import FlashAttentionConfig
+from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionConfig
 
 from .flash_attention import flash_attention
+from .gated_linear_attention import gated_linear_attention
 from .supported import support_table, supported
 
-OPERATIONS = ("flash_attention",)
+OPERATIONS = ("flash_attention", "gated_linear_attention")
 """The operations by name; each is the function of that name."""
 
 __all__ = [
     "OPERATIONS",
     "FlashAttentionConfig",
+    "GatedLinearAttentionConfig",
     "flash_attention",
+    "gated_linear_attention",
     "support_table",
     "supported",
 ]
