@@ -65,9 +65,9 @@ def gated_linear_attention(
     r"""Linear attention with decay.
 
     For each batch entry and head, `S_t = diag(exp(g_t)) S_{t-1} + k_tᵀ v_t` and
-    `o_t = scale · q_t S_t`. Differentiable in `q`, `k`, `v`, `g` and the states; memory is linear in the length. Any length
-    is allowed, and any decay: `g` may be as negative as it likes, `-inf` included (its gradient
-    is then zero). Accumulation is in float32 whatever the input's dtype.
+    `o_t = scale · q_t S_t`. Differentiable in `q`, `k`, `v`, `g` and the states; memory is linear
+    in the length. Any length is allowed, and any decay: `g` may be as negative as it likes, `-inf`
+    included (its gradient is then zero). Accumulation is in float32 whatever the input's dtype.
 
     Args:
       q: queries, `(batch, length, heads, key_dim)`.
