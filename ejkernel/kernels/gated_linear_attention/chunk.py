@@ -34,12 +34,17 @@ the Pallas compilers take; the XLA implementation maps it over rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+Precision: TypeAlias = lax.Precision | lax.DotAlgorithmPreset
+Level: TypeAlias = int | jax.Array
+Sums = TypeVar("Sums")
 
 # A decay from which nothing is left: exp of it is zero, and sums of many of it are still finite,
 # unlike those of -inf, of which a product with a zero is NaN.
@@ -62,11 +67,15 @@ class Chunk:
 
     Args:
         size: Tokens, a power of two.
-        precision: Of the products; sums of ``g`` are exact whatever it is.
+        precision: Of the products.
+        exact: Of the products with zeros and ones, that is sums: that of float32 in some form.
+        unrolled: Whether the levels are written out one after the other, or are a loop.
     """
 
     size: int
-    precision: lax.Precision = lax.Precision.HIGHEST
+    precision: Precision = lax.Precision.HIGHEST
+    exact: Precision = lax.Precision.HIGHEST
+    unrolled: bool = True
 
     def forward(
         self, state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None
@@ -141,11 +150,12 @@ class Chunk:
             return jnp.where(j <= t, scores, 0.0)
         if g.shape[1] == 1:
             return jnp.where(j <= t, scores * jnp.exp(self._between(g)), 0.0)
-        weights = jnp.where(j == t, scores, 0.0)
-        for level in self._levels():
+
+        def add_level(level: Level, weights: jax.Array) -> jax.Array:
             decay = self._from_middle(g, level)
-            weights = jnp.where(self._pairs(level), self._dot_t(q * decay, k * decay), weights)
-        return weights
+            return jnp.where(self._pairs(level), self._dot_t(q * decay, k * decay), weights)
+
+        return self._for_levels(add_level, jnp.where(j == t, scores, 0.0))
 
     def _inside_backward(
         self, q: jax.Array, k: jax.Array, g: jax.Array | None, dweights: jax.Array
@@ -160,16 +170,20 @@ class Chunk:
             dg = jnp.sum(jnp.where(j < t, dbetween, 0.0), axis=1, keepdims=True)
             return self._dot(dscores, k), self._t_dot(dscores, q), dg
         diagonal = jnp.where(j == t, dweights, 0.0)
-        dq, dk = self._dot(diagonal, k), self._t_dot(diagonal, q)
-        dg = jnp.zeros_like(g)
-        for level in self._levels():
+
+        def add_level(
+            level: Level, sums: tuple[jax.Array, jax.Array, jax.Array]
+        ) -> tuple[jax.Array, jax.Array, jax.Array]:
+            dq, dk, dg = sums
             decay = self._from_middle(g, level)
             dscores = jnp.where(self._pairs(level), dweights, 0.0)
             dq_level = self._dot(dscores, k * decay) * decay
             dk_level = self._t_dot(dscores, q * decay) * decay
             dg = dg + self._sum(self._middle(level).T, q * dq_level + k * dk_level)
-            dq, dk = dq + dq_level, dk + dk_level
-        return dq, dk, dg
+            return dq + dq_level, dk + dk_level, dg
+
+        start = self._dot(diagonal, k), self._t_dot(diagonal, q), jnp.zeros_like(g)
+        return self._for_levels(add_level, start)
 
     def _between(self, g: jax.Array) -> jax.Array:
         """The sum of ``g`` from behind token j up to token t, where j < t; zero elsewhere."""
@@ -177,21 +191,27 @@ class Chunk:
             self._triangle(), jnp.where(self._token(1) < self._token(0), g + self._zeros(), 0.0)
         )
 
-    def _from_middle(self, g: jax.Array, level: int) -> jax.Array:
+    def _from_middle(self, g: jax.Array, level: Level) -> jax.Array:
         return jnp.exp(self._sum(self._middle(level), g))
 
     # --- matrices of zeros and ones ---------------------------------------------------------------
 
-    def _levels(self) -> range:
-        """The logarithms of the sizes of halves."""
-        return range(self.size.bit_length() - 1)
+    def _for_levels(self, add: Callable[[Level, Sums], Sums], sums: Sums) -> Sums:
+        """`add` for every level, which is the logarithm of the size of a half."""
+        count = self.size.bit_length() - 1
+        if not self.unrolled:
+            result: Sums = lax.fori_loop(0, count, add, sums)
+            return result
+        for level in range(count):
+            sums = add(level, sums)
+        return sums
 
-    def _pairs(self, level: int) -> jax.Array:
+    def _pairs(self, level: Level) -> jax.Array:
         """Is t in a right half, and j in the left half beside it?"""
         t, j = self._token(0) >> level, self._token(1) >> level
         return (t == j + 1) & (t & 1 == 1)
 
-    def _middle(self, level: int) -> jax.Array:
+    def _middle(self, level: Level) -> jax.Array:
         """Which u lie between a token and the middle of its pair of halves."""
         t, u = self._token(0), self._token(1)
         # In a right half those up to t, in a left half those behind it.
@@ -226,11 +246,11 @@ class Chunk:
         return self._product(a.T, b, (1, 0), self.precision)
 
     def _sum(self, ones: jax.Array, terms: jax.Array) -> jax.Array:
-        return self._product(ones, terms, (1, 0), lax.Precision.HIGHEST)
+        return self._product(ones, terms, (1, 0), self.exact)
 
     @staticmethod
     def _product(
-        a: jax.Array, b: jax.Array, axes: tuple[int, int], precision: lax.Precision
+        a: jax.Array, b: jax.Array, axes: tuple[int, int], precision: Precision
     ) -> jax.Array:
         return lax.dot_general(
             a,

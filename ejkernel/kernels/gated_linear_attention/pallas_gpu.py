@@ -40,7 +40,7 @@ def forward(
 
     The states are transposed, ``(rows, chunks, value_dim, key_dim)``.
     """
-    call = _Call(q, v, g, chunk_size, value_block)
+    call = _Call(q, v, g, chunk_size, value_block, interpret)
 
     def kernel(*refs: Any) -> None:
         count = 3 + (g is not None)
@@ -93,7 +93,7 @@ def backward(
     interpret: bool = False,
 ) -> Gradients:
     """Gradients of the inputs of :func:`forward`, from its states and its results' gradients."""
-    call = _Call(q, v, g, chunk_size, value_block)
+    call = _Call(q, v, g, chunk_size, value_block, interpret)
 
     def kernel(*refs: Any) -> None:
         count = 3 + (g is not None)
@@ -154,10 +154,20 @@ class _Call:
     """Sizes and block specifications of one call."""
 
     def __init__(
-        self, q: jax.Array, v: jax.Array, g: jax.Array | None, chunk_size: int, value_block: int
+        self,
+        q: jax.Array,
+        v: jax.Array,
+        g: jax.Array | None,
+        chunk_size: int,
+        value_block: int,
+        interpret: bool,
     ) -> None:
-        exact = q.dtype == jnp.float32
-        self.chunk = Chunk(chunk_size, lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT)
+        # In three parts of lower precision, tensor cores add up as well as float32 does. The
+        # interpreter has no such thing.
+        exact = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+        half = q.dtype != jnp.float32
+        # Written out, the levels need more registers than there are, and minutes to compile.
+        self.chunk = Chunk(chunk_size, lax.Precision.DEFAULT if half else exact, exact, False)
         self.rows = q.shape[0] * q.shape[2]
         self.key_dim, self.value_dim = q.shape[3], v.shape[3]
         self.g_features = g.shape[3] if g is not None and g.ndim == 4 else 1
