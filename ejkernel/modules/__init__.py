@@ -8,6 +8,7 @@
 """
 
 from ejkernel.kernels.flash_attention import FlashAttentionConfig
+from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionConfig
 from ejkernel.kernels.gated_linear_unit import GatedLinearUnitConfig
 from ejkernel.kernels.grouped_matmul import GroupedMatmulConfig
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
@@ -15,6 +16,7 @@ from ejkernel.kernels.norm import NormConfig
 from ejkernel.kernels.paged_attention import PagedAttentionConfig
 
 from .flash_attention import flash_attention
+from .gated_linear_attention import gated_linear_attention
 from .gated_linear_unit import gated_linear_unit
 from .grouped_matmul import grouped_matmul
 from .layer_norm import layer_norm
@@ -30,6 +32,7 @@ OPERATIONS = (
     "rms_norm",
     "layer_norm",
     "linear_cross_entropy",
+    "gated_linear_attention",
     "gated_linear_unit",
 )
 """The operations by name; each is the function of that name."""
@@ -37,12 +40,14 @@ OPERATIONS = (
 __all__ = [
     "OPERATIONS",
     "FlashAttentionConfig",
+    "GatedLinearAttentionConfig",
     "GatedLinearUnitConfig",
     "GroupedMatmulConfig",
     "LinearCrossEntropyConfig",
     "NormConfig",
     "PagedAttentionConfig",
     "flash_attention",
+    "gated_linear_attention",
     "gated_linear_unit",
     "grouped_matmul",
     "layer_norm",
