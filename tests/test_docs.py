@@ -49,7 +49,9 @@ def test_every_environment_variable_is_documented():
         default = f"`{variable.default}`" if variable.default else "–"
         row = f"| `{variable.name}` | {default} | {variable.meaning} |"
         assert row in page
-    assert set(re.findall(r"EJKERNEL_\w+", page)) == {v.name for v in environment.VARIABLES}
+    assert set(re.findall(r"EJKERNEL_\w+", page)) == {
+        v.name for v in environment.VARIABLES if v.name.startswith("EJKERNEL_")
+    }
 
 
 def test_no_other_module_reads_the_environment():

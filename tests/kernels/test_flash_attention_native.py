@@ -1,4 +1,4 @@
-"""The attention in C++ against the naive one: values, every gradient, every option, many threads."""
+"""The attention in C++ against the naive one: values, gradients, every option, many threads."""
 
 from __future__ import annotations
 
@@ -304,6 +304,4 @@ def test_it_is_tuned_like_any_other_kernel():
     assert len(KERNEL.candidate_cfgs_cpu(inv)) == len(set(KERNEL.candidate_cfgs_cpu(inv))) > 1
     with policy_override(autotune=True):
         out = FlashAttention()(*arrays, causal=True, softmax_scale=1.0)
-    np.testing.assert_allclose(
-        out, naive(*arrays, causal=True, softmax_scale=1.0)[0], atol=2e-5
-    )
+    np.testing.assert_allclose(out, naive(*arrays, causal=True, softmax_scale=1.0)[0], atol=2e-5)

@@ -192,7 +192,9 @@ def test_without_a_compiler_xla_serves_and_the_reason_is_shown(
         native.build()
 
 
-def test_a_failed_build_is_tried_once_and_xla_serves(nothing_loaded, compiler, monkeypatch, tmp_path):
+def test_a_failed_build_is_tried_once_and_xla_serves(
+    nothing_loaded, compiler, monkeypatch, tmp_path
+):
     log = tmp_path / "log"
     broken = script(tmp_path / "broken", compiler, f"echo tried >> {log}\nexit 1")
     monkeypatch.setenv("CXX", broken)
