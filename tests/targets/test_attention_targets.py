@@ -1,0 +1,128 @@
+"""The Pallas kernels of attention, compiled by the real compilers for devices that are not here."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel import targets
+from ejkernel.kernels.flash_attention import FlashAttention, FlashAttentionConfig
+from ejkernel.kernels.paged_attention import PagedAttention
+from ejkernel.ops import Kernel
+
+USABLE = {entry.target.name for entry in targets.available() if entry.usable}
+
+
+def needs(name):
+    reason = f"nothing compiles for {name} here; `make targets` installs what does"
+    return pytest.mark.skipif(name not in USABLE, reason=reason)
+
+
+every = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=needs(name))
+        for name in ("tpu-v5e", "tpu-v6e", "cuda-sm80", "cuda-sm90")
+    ],
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_worker_is_left_behind():
+    yield
+    targets.stop_workers()
+
+
+class BothPasses(Kernel[FlashAttentionConfig, jax.Array]):
+    """A kernel whose run is forward and backward: only what runs is compiled for a target."""
+
+    attention = FlashAttention()
+
+    def heuristic_cfg_pallas(self, inv):
+        return self.attention.heuristic_cfg_pallas(inv)
+
+    def heuristic_cfg_triton(self, inv):
+        return self.attention.heuristic_cfg_triton(inv)
+
+    def run_pallas(self, *args, **keywords):
+        return self._run(self.attention.fwd_with_residuals_pallas, "vjp_pallas", args, keywords)
+
+    def run_triton(self, *args, **keywords):
+        return self._run(self.attention.fwd_with_residuals_triton, "vjp_triton", args, keywords)
+
+    def _run(self, forward, vjp, args, keywords):
+        out, lse = forward(*args, **keywords)
+        return getattr(self.attention, vjp)(lse, out, out, *args, **keywords)
+
+
+def array(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def integers(*shape):
+    return array(*shape, dtype=jnp.int32)
+
+
+FLASH = {
+    "causal, grouped, 128 wide": ((2, 2048, 8, 2, 128, jnp.bfloat16), {"causal": True}),
+    "float32, 64 wide, odd": ((1, 1000, 4, 4, 64, jnp.float32), {"causal": False}),
+    "80 wide, window, cap, sinks": (
+        (1, 1024, 8, 2, 80, jnp.bfloat16),
+        {
+            "causal": True,
+            "window": (300, 0),
+            "logits_soft_cap": 30.0,
+            "sinks": array(8, dtype=jnp.float32),
+        },
+    ),
+    "segments, lengths, mask": (
+        (2, 1100, 8, 2, 64, jnp.bfloat16),
+        {
+            "causal": True,
+            "segment_ids": integers(2, 1100),
+            "q_lengths": integers(2),
+            "kv_lengths": integers(2),
+            "mask": array(2, 1, 1100, 1100, dtype=jnp.bool_),
+        },
+    ),
+}
+
+
+@every
+@pytest.mark.parametrize("case", FLASH)
+def test_flash_attention_compiles_forward_and_backward(name, case):
+    (batch, length, heads, kv_heads, head_dim, dtype), options = FLASH[case]
+    q = array(batch, length, heads, head_dim, dtype=dtype)
+    k = array(batch, length, kv_heads, head_dim, dtype=dtype)
+    kernel = BothPasses("both_passes")
+    result = targets.check(kernel, q, k, k, target=name, softmax_scale=0.1, **options)
+    assert [entry.compiles for entry in result] == [True], str(result)
+    assert len(result.entries[0].kernels) >= 3
+
+
+@every
+def test_flash_attention_with_a_bias_compiles(name):
+    q, k = array(1, 512, 4, 64), array(1, 512, 4, 64)
+    result = targets.check(
+        FlashAttention(),
+        q,
+        k,
+        k,
+        target=name,
+        causal=True,
+        softmax_scale=0.1,
+        bias=array(1, 4, 512, 512),
+    )
+    assert result.entries[0].compiles, str(result)
+
+
+@every
+@pytest.mark.parametrize("options", [{}, {"window": 500, "logits_soft_cap": 30.0}], ids=str)
+def test_paged_attention_compiles_and_does_not_copy_the_cache(name, options):
+    cache = array(4096, 16, 8, 128)
+    arguments = (array(16, 1, 32, 128), cache, cache, integers(16, 256), integers(16))
+    kernel = PagedAttention()
+    result = targets.check(kernel, *arguments, target=name, softmax_scale=0.1, **options)
+    assert all(entry.compiles for entry in result), str(result)
+    assert max(entry.temporary_bytes or 0 for entry in result) < 4096 * 16 * 8 * 128
