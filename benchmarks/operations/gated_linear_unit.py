@@ -26,6 +26,11 @@ SIZES = (
 )
 
 
+# Nearly all of the time are dense products, the same in both: for most sizes XLA makes the same
+# program of both, and what differs is noise.
+LIMIT = {"plain jax": 1.05}
+
+
 def plain(x: Any, w_gate: Any, w_up: Any) -> Any:
     return jax.nn.silu(x @ w_gate) * (x @ w_up)
 
@@ -57,15 +62,13 @@ def comparisons() -> Iterator[Comparison]:
         for stacked, peer in ((False, plain), (True, plain_stacked)):
             size = f"{m}x{k}x{n}{', stacked' if stacked else ''}"
             make = partial(arguments, m, k, n, stacked=stacked)
-            yield Comparison(
-                f"forward {size}", gated_linear_unit, {"plain jax": peer}, make, {"plain jax": 1.0}
-            )
+            yield Comparison(f"forward {size}", gated_linear_unit, {"plain jax": peer}, make, LIMIT)
             yield Comparison(
                 f"forward+backward {size}",
                 partial(with_gradients, gated_linear_unit),
                 {"plain jax": partial(with_gradients, peer)},
                 partial(make, backward=True),
-                {"plain jax": 1.0},
+                LIMIT,
             )
     m, k, n = 4096, 256, 1024
     yield Comparison(

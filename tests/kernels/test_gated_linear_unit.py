@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel import targets
 from ejkernel.kernels.gated_linear_unit import (
     ACTIVATIONS,
     GatedLinearUnit,
@@ -21,6 +22,7 @@ from ejkernel.kernels.gated_linear_unit import (
 from ejkernel.kernels.tile import Tile
 from ejkernel.modules import gated_linear_unit
 from ejkernel.ops import NotSupported
+from ejkernel.targets.lowering import standing_on
 
 FAST_COMPILE: Any = {"xla_backend_optimization_level": 0}
 
@@ -194,8 +196,11 @@ def test_gradients_of_the_pallas_implementations(suffix, recompute, monkeypatch)
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize(("platform", "suffix"), [("tpu", "pallas"), ("cuda", "triton")])
-def test_configs_and_activations_lower(platform, suffix, stacked, dtype):
+@pytest.mark.parametrize(
+    ("platform", "suffix", "target"),
+    [("tpu", "pallas", "tpu-v5e"), ("cuda", "triton", "cuda-sm80")],
+)
+def test_configs_and_activations_lower(platform, suffix, target, stacked, dtype):
     kernel = GatedLinearUnit()
     weights = [(320, 512)] if stacked else [(320, 256), (320, 256)]
     call = [jax.ShapeDtypeStruct(shape, dtype) for shape in [(1000, 320), *weights]]
@@ -204,7 +209,8 @@ def test_configs_and_activations_lower(platform, suffix, stacked, dtype):
     ahead = getattr(kernel, f"fwd_with_residuals_{suffix}")
     for cfg, activation in zip(configs[:: len(configs) // 5], ACTIVATIONS, strict=False):
         run = jax.jit(partial(ahead, cfg=cfg, activation=activation))
-        run.trace(*call).lower(lowering_platforms=(platform,))
+        with standing_on(targets.find(target)):
+            run.trace(*call).lower(lowering_platforms=(platform,))
 
 
 # --- bad input -----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ejkernel import targets
 from ejkernel.kernels.grouped_matmul import (
     GroupedMatmul,
     GroupedMatmulConfig,
@@ -24,6 +25,7 @@ from ejkernel.kernels.grouped_matmul import (
 from ejkernel.kernels.grouped_matmul.groups import grid_steps, row_spans, with_rows_of_no_group
 from ejkernel.modules import grouped_matmul, support_table
 from ejkernel.ops import NotSupported
+from ejkernel.targets.lowering import standing_on
 
 FAST_COMPILE: Any = {"xla_backend_optimization_level": 0}
 
@@ -331,8 +333,11 @@ def test_measured_groups_are_ragged_and_add_up():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize(("platform", "suffix"), [("tpu", "pallas"), ("cuda", "triton")])
-def test_every_candidate_lowers(platform, suffix, dtype):
+@pytest.mark.parametrize(
+    ("platform", "suffix", "target"),
+    [("tpu", "pallas", "tpu-v5e"), ("cuda", "triton", "cuda-sm80")],
+)
+def test_candidates_lower_in_both_directions(platform, suffix, target, dtype):
     kernel = GroupedMatmul()
     call = (
         jax.ShapeDtypeStruct((1000, 768), dtype),
@@ -349,4 +354,5 @@ def test_every_candidate_lowers(platform, suffix, dtype):
     tiles = {cfg.forward for cfg in getattr(kernel, f"candidate_cfgs_{suffix}")(inv)}
     for tile in sorted(tiles, key=repr)[:: max(1, len(tiles) // 3)]:
         cfg = GroupedMatmulConfig(tile, tile, tile)
-        jax.jit(partial(both, cfg)).trace(*call).lower(lowering_platforms=(platform,))
+        with standing_on(targets.find(target)):
+            jax.jit(partial(both, cfg)).trace(*call).lower(lowering_platforms=(platform,))
