@@ -80,10 +80,11 @@ def forward(
         start = _Softmax(
             zeros + _LOWEST_MAXIMUM, zeros, jnp.broadcast_to(zeros, (*zeros.shape[:2], value_dim))
         )
-        return lax.fori_loop(first, end, add_pages, start).finish(sink)
+        softmax: _Softmax = lax.fori_loop(first, end, add_pages, start)
+        return softmax.finish(sink)
 
-    out = lax.map(attend, jnp.arange(batch, dtype=jnp.int32)).astype(q.dtype)
-    out = out.reshape(batch, kv_heads, tokens, group, value_dim).swapaxes(1, 2)
+    rows: jax.Array = lax.map(attend, jnp.arange(batch, dtype=jnp.int32))
+    out = rows.astype(q.dtype).reshape(batch, kv_heads, tokens, group, value_dim).swapaxes(1, 2)
     return out.reshape(batch, tokens, heads, value_dim)
 
 
