@@ -83,8 +83,8 @@ def forward(
         softmax: _Softmax = lax.fori_loop(first, end, add_pages, start)
         return softmax.finish(sink)
 
-    rows: jax.Array = lax.map(attend, jnp.arange(batch, dtype=jnp.int32))
-    out = rows.astype(q.dtype).reshape(batch, kv_heads, tokens, group, value_dim).swapaxes(1, 2)
+    attended: jax.Array = lax.map(attend, jnp.arange(batch, dtype=jnp.int32))
+    out = attended.astype(q.dtype).reshape(batch, kv_heads, tokens, group, value_dim).swapaxes(1, 2)
     return out.reshape(batch, tokens, heads, value_dim)
 
 
