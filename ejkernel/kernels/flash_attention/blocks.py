@@ -11,8 +11,9 @@ from .options import Window
 # if that product's result has at least this many elements. Smaller tiles leave cores idle.
 _THREADED_TILE = 512 * 256
 
-# The scores of all heads in a tile: so many are still near when they are read again.
-_CACHED_TILE = 8 * _THREADED_TILE
+# The scores of all heads in a tile: so many are still near when they are read again. Half as many
+# again as 8 heads need, because equal blocks are seldom the smallest that are large enough.
+_CACHED_TILE = 12 * _THREADED_TILE
 
 # Left and right of a window together, up to which small tiles skip more than threads would gain.
 _NARROW = 256
