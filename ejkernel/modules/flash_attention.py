@@ -114,9 +114,8 @@ def flash_attention(
         options |= arguments.checked_dropout(dropout_rate, dropout_key)
     if return_lse is not False and arguments.checked_flag("return_lse", return_lse):
         options["return_lse"] = True
-    args, options = arguments.varying_alike((q, k, v), options)
     if implementation is not None:
         options["implementation"] = implementation
     if cfg is not None:
         options["cfg"] = cfg
-    return _kernel(*args, **options)
+    return _kernel(q, k, v, **options)

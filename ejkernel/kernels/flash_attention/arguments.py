@@ -230,32 +230,3 @@ def axis_size(name: Any) -> int:
             f"flash_attention: there is no mesh axis {name!r} here; sequence_axis is for calls "
             "inside jax.shard_map over that axis"
         ) from None
-
-
-def varying_alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Inside `shard_map`, arrays that differ between devices in the same mesh axes.
-
-    A gradient rule must give each input a gradient that varies as it does; cast up here, outside of
-    the rule, JAX itself sums the gradient of a shared array over the devices.
-    """
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        return args, kwargs
-    axes = [_varying(leaf) for leaf in leaves]
-    union = frozenset().union(*axes)
-    if not union:
-        return args, kwargs
-    cast = [
-        lax.pcast(leaf, tuple(union - have), to="varying")
-        if isinstance(leaf, (jax.Array, np.ndarray)) and have != union
-        else leaf
-        for leaf, have in zip(leaves, axes, strict=True)
-    ]
-    return jax.tree.unflatten(structure, cast)  # type: ignore[no-any-return]
-
-
-def _varying(leaf: Any) -> frozenset[str]:
-    if not isinstance(leaf, jax.core.Tracer):
-        return frozenset()
-    varying: frozenset[str] = jax.typeof(leaf).manual_axis_type.varying
-    return varying
