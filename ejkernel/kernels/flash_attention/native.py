@@ -68,18 +68,18 @@ def forward(
     dtype = q.dtype
     q, k, v = _of_one_dtype(q, k, v)
     batch, q_len, heads, _ = q.shape
-    call = _caller(
-        "ejkernel_flash_attention_forward",
-        _like(q, (batch, q_len, heads, v.shape[-1]), q.dtype),
-        _like(q, (batch, heads, q_len), jnp.float32),
-    )
-    out, lse = call(
+    operands = (
         q,
         k,
         v,
         *_rows_and_keys(q_lengths, kv_lengths, segment_ids, kv_segment_ids),
         _optional(sinks, jnp.float32),
-        **_attributes(causal, softmax_scale, window, logits_soft_cap, block_q, block_k),
+    )
+    out, lse = _call(
+        "ejkernel_flash_attention_forward",
+        (((batch, q_len, heads, v.shape[-1]), q.dtype), ((batch, heads, q_len), jnp.float32)),
+        operands,
+        _attributes(causal, softmax_scale, window, logits_soft_cap, block_q, block_k),
     )
     return out.astype(dtype), lse
 
@@ -120,10 +120,7 @@ def backward(
         sinks.
     """
     q, k, v = _of_one_dtype(q, k, v)
-    call = _caller(
-        "ejkernel_flash_attention_backward", *(_like(q, x.shape, x.dtype) for x in (q, k, v))
-    )
-    dq, dk, dv = call(
+    operands = (
         q,
         k,
         v,
@@ -132,7 +129,12 @@ def backward(
         dout.astype(q.dtype),
         lse,
         _optional(dlse, jnp.float32),
-        **_attributes(causal, softmax_scale, window, logits_soft_cap, block_q, block_k),
+    )
+    dq, dk, dv = _call(
+        "ejkernel_flash_attention_backward",
+        tuple((x.shape, x.dtype) for x in (q, k, v)),
+        operands,
+        _attributes(causal, softmax_scale, window, logits_soft_cap, block_q, block_k),
     )
     if sinks is None:
         return dq, dk, dv, None
@@ -151,15 +153,29 @@ def _sink_gradient(
     return jnp.sum(jnp.where(seen, weight * slope, 0.0), axis=(0, 2))
 
 
-def _caller(name: str, *results: jax.ShapeDtypeStruct) -> Any:
+def _call(
+    name: str,
+    results: tuple[tuple[tuple[int, ...], Any], ...],
+    operands: tuple[jax.Array, ...],
+    attributes: dict[str, Any],
+) -> Any:
+    types = [jax.typeof(operand) for operand in operands]
+    varying = frozenset[str]().union(*(x.manual_axis_type.varying for x in types))
+    more: dict[str, Any] = {}
+    if varying:
+        # Inside `shard_map`: what is the same on all devices is brought to the type of the rest.
+        operands = tuple(
+            jax.lax.pcast(x, tuple(varying - t.manual_axis_type.varying), to="varying")
+            if varying != t.manual_axis_type.varying
+            else x
+            for x, t in zip(operands, types, strict=True)
+        )
+        like = jax.typeof(operands[0])
+        everywhere = jax.sharding.NamedSharding(like.sharding.mesh, jax.sharding.PartitionSpec())
+        more = {"sharding": everywhere, "manual_axis_type": like.manual_axis_type}
+    shapes = tuple(jax.ShapeDtypeStruct(shape, dtype, **more) for shape, dtype in results)
     # The handlers take any number of leading axes as the batch.
-    return jax.ffi.ffi_call(name, results, vmap_method="broadcast_all")
-
-
-def _like(array: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """The type of a result that varies over the same mesh axes as an input."""
-    varying = getattr(jax.typeof(array), "manual_axis_type", None)
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)
+    return jax.ffi.ffi_call(name, shapes, vmap_method="broadcast_all")(*operands, **attributes)
 
 
 def _of_one_dtype(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
