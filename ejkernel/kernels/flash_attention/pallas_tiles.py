@@ -99,10 +99,9 @@ class Tiles:
         begin: Index = 0
         end: Index = self.k_blocks
         if self.left is not None:
-            first_key = least(most(i * self.block_q - self.left, 0), self.kv_len)
-            begin = divide(first_key, self.block_k)
+            begin = _block_of(i * self.block_q - self.left, self.block_k, self.kv_len)
         if self.right is not None:
-            past_key = most((i + 1) * self.block_q + self.right, 0)
+            past_key = least((i + 1) * self.block_q, self.q_len) + self.right
             end = least(divide(past_key + self.block_k - 1, self.block_k), self.k_blocks)
         return begin, end
 
@@ -111,10 +110,9 @@ class Tiles:
         begin: Index = 0
         end: Index = self.q_blocks
         if self.right is not None:
-            first_query = least(most(j * self.block_k - self.right, 0), self.q_len)
-            begin = divide(first_query, self.block_q)
+            begin = _block_of(j * self.block_k - self.right, self.block_q, self.q_len)
         if self.left is not None:
-            past_query = (j + 1) * self.block_k + self.left
+            past_query = least((j + 1) * self.block_k, self.kv_len) + self.left
             end = least(divide(past_query + self.block_q - 1, self.block_q), self.q_blocks)
         return begin, end
 
@@ -225,6 +223,12 @@ def sinks_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Ar
     logits = sinks.astype(jnp.float32)[None, :, None]
     weights = jnp.exp(logits - without_empty_rows(lse))
     return -jnp.sum(weights * delta, axis=(0, 2)).astype(sinks.dtype)
+
+
+def _block_of(position: Index, block: int, length: int) -> Index:
+    """The block that holds a position; that of a position beyond the end is beyond the last."""
+    position = least(most(position, 0), length)
+    return divide(position + block * (position >= length), block)
 
 
 def ceil_div(a: int, b: int) -> int:
