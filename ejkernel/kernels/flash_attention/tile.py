@@ -117,16 +117,18 @@ class Tile:
         left, right = options.band
         key = self._iota(tiling.block_k, axis=4)
         if left is not None or right is not None:
-            # How much further the key is in the sequence than the query.
-            ahead = lax.sub(key, self._iota(tiling.block_q, axis=2))
-            start = plus(self._first_query(i), minus(self._first_key(j)))
+            # Positions, not differences of them: a table of those would be the same for all tiles,
+            # and XLA would keep it in memory and read it instead of comparing.
+            query = self._iota(tiling.block_q, axis=2)
+            start = plus(self._first_key(j), minus(self._first_query(i)))
+            position = lax.add(key, _scalar(start))
             if right is not None:
-                parts.append(lax.le(ahead, plus_scalar(start, right)))
+                parts.append(lax.le(position, lax.add(query, np.int32(right))))
             if left is not None:
-                parts.append(lax.ge(ahead, plus_scalar(start, -left)))
+                parts.append(lax.ge(position, lax.sub(query, np.int32(left))))
         if tiling.k_len < tiling.padded_k_len:
             real = plus(tiling.k_len, minus(times(j, tiling.block_k)))
-            parts.append(lax.lt(key, plus_scalar(real, 0)))
+            parts.append(lax.lt(key, _scalar(real)))
         if options.kv_lengths is not None:
             lengths = options.kv_lengths.reshape(-1, 1, 1, 1, 1)
             parts.append(key + self._first_key(j) < lengths)
@@ -182,10 +184,9 @@ class Tile:
         return plus(self.options.first_key, times(j, self.tiling.block_k))
 
 
-def plus_scalar(index: Index, other: int) -> jax.Array | np.int32:
-    """The sum as an operand of `lax`."""
-    total = plus(index, other)
-    return np.int32(total) if isinstance(total, int) else total
+def _scalar(index: Index) -> jax.Array | np.int32:
+    """The number as an operand of `lax`."""
+    return np.int32(index) if isinstance(index, int) else index
 
 
 def _same_shape(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
