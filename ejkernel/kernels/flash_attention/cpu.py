@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from ejkernel.ops import BwdParams, FwdParams, Invocation, Supports
+from ejkernel.ops.utils.fingerprint import abstractify
 
 from . import native
 
@@ -45,10 +46,19 @@ def native_is_available(inv: Invocation[Any, Any]) -> str | None:
     return why_not(FLASH_ATTENTION)
 
 
+def on_one_device(inv: Invocation[Any, Any]) -> str | None:
+    """None, or which argument is spread over devices: the compiler would gather it for the call."""
+    for name, array in zip("qkv", inv.args, strict=True):
+        sharding = abstractify(array).sharding
+        if sharding is not None:
+            return f"{name} is sharded over devices ({sharding.spec}); call it inside shard_map"
+    return None
+
+
 CPU = Supports(
     dtypes=native.DTYPES,
     without=("bias", "mask", "dropout_rate", "dropout_key", "sequence_axis"),
-    rules=(native_is_available,),
+    rules=(on_one_device, native_is_available),
 )
 
 
@@ -120,7 +130,7 @@ class FlashAttentionOnCPU:
 
 
 def _forward_blocks(inv: Invocation[Any, Any]) -> Blocks:
-    """Blocks of rows short enough that every thread has several: the last one keeps none waiting."""
+    """Blocks of rows so short that every thread has several: the last one keeps none waiting."""
     q = inv.args[0]
     rows = q.shape[0] * q.shape[1] * q.shape[2]
     return max(24, min(FORWARD[0], rows // (4 * _threads()))), FORWARD[1]
