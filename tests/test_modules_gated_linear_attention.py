@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels.gated_linear_attention import (
+    GatedLinearAttention,
     GatedLinearAttentionConfig,
     gated_linear_attention_reference,
 )
-from ejkernel.modules import gated_linear_attention, supported
+from ejkernel.modules import gated_linear_attention
 from ejkernel.ops import NotSupported, find_labels_in_lowered
 
+QUICK = {"xla_backend_optimization_level": 0}
 CHUNKS = GatedLinearAttentionConfig(chunk_size=8, bwd_chunk_size=4)
 
 
@@ -42,7 +44,7 @@ def both(function, q, k, v, g, state, **options):
         return (out**2).sum() + jnp.sin(last).sum(), (out, last)
 
     arrays = {"q": q, "k": k, "v": v, "state": state} | ({} if g is None else {"g": g})
-    return jax.jit(jax.value_and_grad(loss, has_aux=True))(arrays)
+    return jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)(arrays)
 
 
 def assert_same(got, wanted):
@@ -50,15 +52,17 @@ def assert_same(got, wanted):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5 * max(1.0, float(jnp.abs(y).max())))
 
 
-@pytest.mark.parametrize("decay", ["channel", "head", "none"])
-@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize(
+    ("decay", "segments"), [("channel", True), ("head", False), ("none", True)]
+)
 def test_value_and_every_gradient_equal_the_recurrence(decay, segments):
     arrays = inputs(decay)
     # The same id may come again; it is another segment all the same.
     ids = jnp.array([[0] * 7 + [1] * 14, [3] * 2 + [4] + [3] * 18]) if segments else None
     wanted = both(gated_linear_attention_reference, *arrays, segment_ids=ids)
-    assert_same(both(gated_linear_attention, *arrays, segment_ids=ids), wanted)
-    assert_same(both(gated_linear_attention, *arrays, segment_ids=ids, cfg=CHUNKS), wanted)
+    for cfg in (None, CHUNKS):
+        got = both(gated_linear_attention, *arrays, segment_ids=ids, cfg=cfg)
+        assert_same(got, wanted)
 
 
 @pytest.mark.parametrize("cfg", [None, CHUNKS])
@@ -102,12 +106,25 @@ def test_it_is_labelled():
     assert label.startswith("ejkernel_ops#gated_linear_attention@v1:")
 
 
-def test_an_implementation_that_cannot_serve_says_why(capsys):
-    q, k, v, g, _ = inputs(dim=7)
-    with pytest.raises(NotSupported, match="key_dim is 7; it must be a multiple of 8"):
+@pytest.mark.parametrize(
+    ("implementation", "dim", "reason"),
+    [
+        ("pallas", 7, "key_dim is 7; it must be a multiple of 8 and at most 256"),
+        ("triton", 24, "key_dim is 24; it must be a power of two from 16 to 128"),
+        ("triton", 64, None),
+    ],
+)
+def test_implementations_say_what_they_cannot_serve(implementation, dim, reason):
+    kernel = GatedLinearAttention()
+    q, k, v, g, _ = inputs(dim=dim, length=1)
+    reasons = kernel.supports[implementation].reasons_against(kernel.bind(q, k, v, g, scale=1.0))
+    assert reasons == ([] if reason is None else [reason])
+
+
+def test_an_implementation_of_another_device_is_refused():
+    q, k, v, g, _ = inputs(length=1)
+    with pytest.raises(NotSupported, match="it serves tpu devices"):
         gated_linear_attention(q, k, v, g, implementation="pallas")
-    supported("gated_linear_attention", q, k, v, g)
-    assert "key_dim is 7; it must be a power of two" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

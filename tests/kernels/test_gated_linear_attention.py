@@ -98,12 +98,13 @@ def float32(arrays):
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), arrays)
 
 
-@pytest.mark.parametrize("decay", ["channel", "head", "none"])
-@pytest.mark.parametrize("strength", [0.3, 60.0])
+@pytest.mark.parametrize(
+    ("decay", "strength"), [("channel", 0.3), ("channel", 60.0), ("head", 60.0), ("none", 1.0)]
+)
 def test_steps_and_chunks_equal_the_recurrence(decay, strength):
     arrays = inputs(decay=decay, strength=strength)
     wanted = expected(arrays)
-    for chunk_size, rows in ((1, 64), (1, 2), (1, 4), (16, 1)):
+    for chunk_size, rows in ((1, 64), (1, 4), (16, 1)):
         assert_same(run_xla(arrays, chunk_size, rows), wanted)
 
 
@@ -114,7 +115,7 @@ def test_interpreted_pallas_equals_the_recurrence(decay, module):
     assert_same(run_pallas(arrays, module, 8), expected(arrays))
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     length=st.integers(1, 40),
     heads=st.integers(1, 3),
