@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import doctest
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.kernels.flash_attention import reference, xla
+from ejkernel.kernels.flash_attention import xla
 from ejkernel.kernels.flash_attention.reference import attention_reference
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -89,18 +89,18 @@ def assert_same(got: list[jax.Array], expected: list[jax.Array], tolerance: floa
         )
 
 
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    ("q_len", "k_len", "block_q", "block_k"),
+    ("q_len", "k_len", "block_q", "block_k", "causal"),
     [
-        (1, 1, 512, 512),
-        (1, 37, 8, 8),
-        (2, 3, 1, 1),
-        (64, 64, 16, 32),  # blocks divide
-        (61, 61, 24, 7),  # tails in both directions
-        (61, 61, 1000, 16),  # a block larger than the sequence
-        (20, 75, 16, 16),  # causal: many keys that nobody sees
-        (75, 20, 16, 16),
+        (1, 1, 512, 512, True),
+        (1, 37, 8, 8, False),
+        (2, 3, 1, 1, True),
+        (64, 64, 16, 32, True),  # blocks divide
+        (61, 61, 24, 7, False),  # tails in both directions
+        (61, 61, 24, 7, True),
+        (61, 61, 1000, 16, False),  # a block larger than the sequence
+        (20, 75, 16, 16, True),  # many keys that nobody sees
+        (75, 20, 16, 16, True),
     ],
 )
 def test_lengths_and_blocks(
@@ -142,18 +142,15 @@ def test_default_blocks_agree_with_jax(causal: bool) -> None:
     assert_same(ours, theirs)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("q_len", [1, 257, 777, 4096])
-@pytest.mark.parametrize("k_len", [1, 300, 2048])
-def test_default_blocks_fit(q_len: int, k_len: int, backward: bool, causal: bool) -> None:
-    q_shape, k_shape = (3, q_len, 8, 64), (3, k_len, 2, 64)
-    options = {"causal": causal, "backward": backward}
-    for more in ({}, {"by_example": True}, {"window": (30, 30)}):
-        block_q, block_k, heads = xla.default_blocks(q_shape, k_shape, **options, **more)
-        assert 1 <= block_q <= q_len
-        assert 1 <= block_k <= k_len
-        assert 1 <= heads <= 6
+def test_default_blocks_fit() -> None:
+    flags, lengths = (False, True), itertools.product((1, 257, 777, 4096), (1, 300, 2048))
+    more: list[dict[str, Any]] = [{}, {"by_example": True}, {"window": (30, 30)}]
+    for (q_len, k_len), causal, backward, rest in itertools.product(lengths, flags, flags, more):
+        q_shape, k_shape = (3, q_len, 8, 64), (3, k_len, 2, 64)
+        blocks = xla.default_blocks(q_shape, k_shape, causal=causal, backward=backward, **rest)
+        assert 1 <= blocks.q <= q_len
+        assert 1 <= blocks.k <= k_len
+        assert 1 <= blocks.heads <= 6
 
 
 def test_log_sum_exp() -> None:
@@ -242,10 +239,3 @@ def test_memory_is_linear_in_the_sequence(causal: bool) -> None:
     memory = jax.jit(run).lower(*[shape] * 4).compile().memory_analysis()
     assert memory is not None
     assert memory.temp_size_in_bytes < 10 * 2**20
-
-
-@pytest.mark.parametrize("module", [reference, xla])
-def test_examples(module: Any) -> None:
-    results = doctest.testmod(module)
-    assert results.attempted > 0
-    assert results.failed == 0
