@@ -141,7 +141,7 @@ def forward(
     if sinks is not None:
         operands.append(jnp.tile(sinks.astype(jnp.float32), tokens)[:, None])
         in_specs.append(pl.BlockSpec((rows, 1), lambda b, step, table, lengths: (0, 0)))
-    out = pl.pallas_call(
+    out: jax.Array = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
