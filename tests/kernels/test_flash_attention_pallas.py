@@ -145,32 +145,6 @@ def test_exactly_the_tiles_that_somebody_sees_are_visited(left, right, lengths):
         assert len(seen) <= tiles.query_steps
 
 
-def shaped(dtype):
-    q = jax.ShapeDtypeStruct((2, 300, 8, 80), dtype)
-    k = jax.ShapeDtypeStruct((2, 260, 2, 80), dtype)
-    return q, k, k
-
-
-@pytest.mark.parametrize(("platform", "name"), [("tpu", "pallas"), ("cuda", "triton")])
-@pytest.mark.parametrize("options", [{"window": (64, 0)}, {"logits_soft_cap": 20.0}], ids=str)
-def test_both_passes_lower(platform, name, options):
-    kernel = FlashAttention()
-    forward = getattr(kernel, f"fwd_with_residuals_{name}")
-    backward = getattr(kernel, f"vjp_{name}")
-    q, k, v = shaped(jnp.bfloat16)
-    inv = kernel.bind(q, k, v, causal=True, softmax_scale=0.1)
-    cfg = getattr(kernel, f"heuristic_cfg_{name}")(inv)
-    keywords = {"cfg": cfg, "causal": True, "softmax_scale": 0.1, "return_lse": True, **options}
-
-    def both(q, k, v):
-        out, lse = forward(q, k, v, **keywords)
-        return backward(lse, out, out, q, k, v, **keywords)
-
-    text = jax.jit(both).trace(q, k, v).lower(lowering_platforms=(platform,)).as_text()
-    for kernel_name in ("flash_attention_forward", "flash_attention_dq", "flash_attention_dkv"):
-        assert kernel_name in text
-
-
 def test_what_is_not_served_is_said():
     kernel = FlashAttention()
     support = kernel.supports

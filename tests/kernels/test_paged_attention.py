@@ -157,21 +157,6 @@ def test_bad_input_is_named(changes, error, words):
         paged_attention(**{**given, **changes})
 
 
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
-def test_the_pallas_kernels_lower(platform):
-    run = pallas_tpu.forward if platform == "tpu" else pallas_gpu.forward
-    shapes = (
-        jax.ShapeDtypeStruct((8, 1, 32, 128), jnp.bfloat16),
-        jax.ShapeDtypeStruct((256, 16, 8, 128), jnp.bfloat16),
-        jax.ShapeDtypeStruct((256, 16, 8, 128), jnp.bfloat16),
-        jax.ShapeDtypeStruct((8, 64), jnp.int32),
-        jax.ShapeDtypeStruct((8,), jnp.int32),
-    )
-    options = {"softmax_scale": 0.1, "window": 300, "logits_soft_cap": 30.0}
-    traced = jax.jit(lambda *a: run(*a, **options, sinks=jnp.ones(32))).trace(*shapes)
-    assert "paged_attention" in traced.lower(lowering_platforms=(platform,)).as_text()
-
-
 def test_the_tuner_gets_valid_inputs_and_candidates():
     kernel = PagedAttention()
     args, _ = inputs(*ODD)

@@ -145,13 +145,11 @@ class PagedAttention(Kernel[PagedAttentionConfig, jax.Array]):
     # --- XLA, on any device ----------------------------------------------------------------------
 
     def heuristic_cfg(self, inv: Invocation[Any, Any]) -> PagedAttentionConfig:
-        page_size, per_sequence = inv.args[1].shape[1], inv.args[3].shape[1]
-        return PagedAttentionConfig(pages_per_step=_pages_for(XLA_KEYS, page_size, per_sequence))
+        return PagedAttentionConfig(pages_per_step=1)  # copying pages together never paid off
 
     def candidate_cfgs(self, inv: Invocation[Any, Any]) -> list[PagedAttentionConfig]:
-        page_size, per_sequence = inv.args[1].shape[1], inv.args[3].shape[1]
-        steps = {_pages_for(keys, page_size, per_sequence) for keys in (1, 16, 32, 64, 128, 256)}
-        return [PagedAttentionConfig(pages_per_step=step) for step in sorted(steps)]
+        per_sequence = inv.args[3].shape[1]
+        return [PagedAttentionConfig(pages_per_step=n) for n in (1, 2, 4, 8) if n <= per_sequence]
 
     def run_xla(self, *args: jax.Array, cfg: PagedAttentionConfig, **options: Any) -> jax.Array:
         return xla.forward(*args, pages_per_step=cfg.pages_per_step, **options)
@@ -203,7 +201,6 @@ class PagedAttention(Kernel[PagedAttentionConfig, jax.Array]):
         )
 
 
-XLA_KEYS = 16  # measured: docs/operations/paged_attention.md
 TPU_KEYS = 256  # a step's fixed cost is about that of fetching so many keys; not measured
 
 
