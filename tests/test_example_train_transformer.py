@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import pathlib
 import re
+import sys
 
 import pytest
 
@@ -23,9 +24,10 @@ SMALL = {
 }
 
 
-def test_it_learns_the_same_untuned_and_tuned(tmp_path, capsys):
+def test_it_learns_the_same_untuned_and_tuned(tmp_path, capsys, monkeypatch):
     specification = importlib.util.spec_from_file_location("train_transformer", PATH)
     example = importlib.util.module_from_spec(specification)
+    monkeypatch.setitem(sys.modules, "train_transformer", example)  # dataclasses look there
     specification.loader.exec_module(example)
     settings = [f"--{name}={value}" for name, value in SMALL.items()]
     example.main([*settings, f"--store={tmp_path}"])
@@ -34,5 +36,5 @@ def test_it_learns_the_same_untuned_and_tuned(tmp_path, capsys):
     losses = re.findall(r"loss ([\d.]+) -> ([\d.]+)", printed)
     assert len(losses) == 2
     assert all(float(last) < float(first) - 0.1 for first, last in losses)
-    assert re.search(r"tuned 3 operations|tuned 4 operations", printed)
+    assert "tuned 3 operations" in printed
     assert "the same loss in every step" in printed

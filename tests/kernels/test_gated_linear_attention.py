@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ejkernel import targets
 from ejkernel.kernels.gated_linear_attention import (
     GatedLinearAttention,
     GatedLinearAttentionConfig,
@@ -21,10 +22,11 @@ from ejkernel.kernels.gated_linear_attention import (
     steps,
     xla,
 )
+from ejkernel.targets.lowering import standing_on
 
 NAMES = ("out", "state", "dq", "dk", "dv", "dg", "dinitial")
 SCALE = 0.3
-QUICK = {"xla_backend_optimization_level": 0}
+quick = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def inputs(
@@ -56,8 +58,7 @@ def expected(arrays) -> tuple[Any, ...]:
             results, pull_back = jax.vjp(run, q, k, v, g, start)
             return *results, *pull_back((dout, dstate))
 
-        compiled = jax.jit(both, compiler_options=QUICK)
-        return jax.tree.map(np.asarray, compiled(q, k, v, g, start, dout, dstate))
+        return jax.tree.map(np.asarray, quick(both)(q, k, v, g, start, dout, dstate))
 
 
 def assert_same(got, wanted, tolerance=3e-6) -> None:
@@ -79,7 +80,7 @@ def run_xla(arrays, chunk_size, rows=64) -> tuple[Any, ...]:
         results = xla.forward(q, k, v, g, start, **options)
         return *results, *xla.backward(q, k, v, g, start, dout, dstate, **options)
 
-    return jax.jit(both, compiler_options=QUICK)(*float32(arrays))
+    return quick(both)(*float32(arrays))
 
 
 def run_pallas(arrays, module, chunk_size) -> tuple[Any, ...]:
@@ -91,7 +92,7 @@ def run_pallas(arrays, module, chunk_size) -> tuple[Any, ...]:
         *results, states = module.forward(q, k, v, g, start, **options)
         return *results, *module.backward(q, k, v, g, states, dout, dstate, **options)
 
-    return jax.jit(both, compiler_options=QUICK)(*float32(arrays))
+    return quick(both)(*float32(arrays))
 
 
 def float32(arrays):
@@ -152,7 +153,7 @@ def test_small_decays_behind_large_ones_are_not_lost(decay, chunk_size):
 def test_half_precision_is_computed_in_float32(chunk_size):
     arrays = [x.astype(jnp.bfloat16) for x in float32(inputs())]
     options = {"scale": SCALE, "chunk_size": chunk_size, "rows": 8}
-    out, state = xla.forward(*arrays[:5], **options)
+    out, state = quick(partial(xla.forward, **options))(*arrays[:5])
     assert out.dtype == jnp.bfloat16
     assert state.dtype == jnp.float32
     wanted = expected([np.asarray(x, np.float64) for x in arrays])
@@ -174,10 +175,14 @@ def test_memory_of_the_gradient_is_linear_in_the_length():
 
 @pytest.mark.parametrize("decay", ["channel", "head", "none"])
 @pytest.mark.parametrize(
-    ("platform", "module", "options"),
-    [("tpu", pallas_tpu, {}), ("cuda", pallas_gpu, {"value_block": 32, "num_warps": 4})],
+    ("target", "platform", "module", "options"),
+    [
+        ("tpu-v5e", "tpu", pallas_tpu, {}),
+        ("cuda-sm80", "cuda", pallas_gpu, {"value_block": 32, "num_warps": 4}),
+    ],
+    ids=["tpu", "cuda"],
 )
-def test_pallas_lowers(platform, module, options, decay):
+def test_pallas_lowers(target, platform, module, options, decay):
     def shape(*sizes):
         return jax.ShapeDtypeStruct(sizes, jnp.float32)
 
@@ -185,11 +190,13 @@ def test_pallas_lowers(platform, module, options, decay):
     g = {"channel": tokens, "head": shape(1, 100, 2), "none": None}[decay]
     options = options | {"scale": 1.0, "chunk_size": 32}
     forward, backward = partial(module.forward, **options), partial(module.backward, **options)
-    jax.jit(forward).trace(tokens, tokens, tokens, g, state).lower(lowering_platforms=(platform,))
-    states = shape(2, 4, 64, 64)
-    jax.jit(backward).trace(tokens, tokens, tokens, g, states, tokens, state).lower(
-        lowering_platforms=(platform,)
-    )
+    inputs, states = (tokens, tokens, tokens, g), shape(2, 4, 64, 64)
+    with standing_on(targets.find(target)):
+        for traced in (
+            jax.jit(forward).trace(*inputs, state),
+            jax.jit(backward).trace(*inputs, states, tokens, state),
+        ):
+            traced.lower(lowering_platforms=(platform,))
 
 
 def test_candidates_are_different_and_agree():
@@ -198,12 +205,12 @@ def test_candidates_are_different_and_agree():
     inv = kernel.bind(q, k, v, g, scale=SCALE)
     candidates = kernel.candidates(inv)
     assert len(set(candidates)) == len(candidates) > 4
-    wanted = gated_linear_attention_reference(q, k, v, g, scale=SCALE)
+    assert kernel.heuristic_cfg(inv) in candidates
+    wanted = quick(partial(gated_linear_attention_reference, scale=SCALE))(q, k, v, g)
     for cfg in candidates:
         assert isinstance(cfg, GatedLinearAttentionConfig)
-        np.testing.assert_allclose(
-            kernel.run_xla(q, k, v, g, cfg=cfg, scale=SCALE), wanted, atol=1e-5
-        )
+        out = quick(partial(kernel.run_xla, cfg=cfg, scale=SCALE))(q, k, v, g)
+        np.testing.assert_allclose(out, wanted, atol=1e-5)
 
 
 def test_the_tuner_is_given_decays():

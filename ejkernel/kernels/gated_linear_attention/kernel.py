@@ -25,6 +25,7 @@ class GatedLinearAttentionConfig:
       bwd_chunk_size: the same for the backward pass. The Pallas implementations keep the states
         between chunks for it and use `chunk_size` in both.
       rows: step by step, at most so many pairs of a batch entry and a head at a time.
+      bwd_rows: the same for the backward pass.
       value_block: on a GPU, value channels per program; None: all.
       num_warps: on a GPU, warps per program.
     """
@@ -32,6 +33,7 @@ class GatedLinearAttentionConfig:
     chunk_size: int = 1
     bwd_chunk_size: int = 1
     rows: int = 8
+    bwd_rows: int = 8
     value_block: int | None = None
     num_warps: int | None = None
 
@@ -78,7 +80,10 @@ class GatedLinearAttention(Kernel[GatedLinearAttentionConfig, Any]):
 
     def heuristic_cfg(self, inv: Invocation[Any, Any]) -> GatedLinearAttentionConfig:
         if device_kind() == "cpu":
-            return GatedLinearAttentionConfig(rows=xla.default_rows(*_sizes(inv)))
+            return GatedLinearAttentionConfig(
+                rows=xla.default_rows(*_sizes(inv), backward=False),
+                bwd_rows=xla.default_rows(*_sizes(inv), backward=True),
+            )
         return GatedLinearAttentionConfig(chunk_size=64, bwd_chunk_size=64)
 
     def heuristic_cfg_pallas(self, inv: Invocation[Any, Any]) -> GatedLinearAttentionConfig:
@@ -95,11 +100,15 @@ class GatedLinearAttention(Kernel[GatedLinearAttentionConfig, Any]):
 
     def candidate_cfgs(self, inv: Invocation[Any, Any]) -> list[GatedLinearAttentionConfig]:
         total, key_dim, value_dim = _sizes(inv)
-        good = xla.default_rows(total, key_dim, value_dim)
-        by_rows = {min(max(1, good * factor // 4), total) for factor in (1, 2, 4, 8, 16)}
+        good = xla.default_rows(total, key_dim, value_dim, backward=True)
+        # Half of what is good, twice that, and so on; the passes do not share anything, so each is
+        # varied while the other stays as it is.
+        sizes = sorted({min(max(1, good * factor // 2), total) for factor in (1, 2, 4, 8)})
+        steps = self.heuristic_cfg(inv)
         return [
-            *(GatedLinearAttentionConfig(rows=rows) for rows in sorted(by_rows)),
-            *(GatedLinearAttentionConfig(size, size, good) for size in (32, 64, 128)),
+            *(dataclasses.replace(steps, chunk_size=1, rows=rows) for rows in sizes),
+            *(dataclasses.replace(steps, bwd_chunk_size=1, bwd_rows=rows) for rows in sizes),
+            *(GatedLinearAttentionConfig(size, size) for size in (32, 64, 128)),
         ]
 
     def candidate_cfgs_pallas(self, inv: Invocation[Any, Any]) -> list[GatedLinearAttentionConfig]:
@@ -164,7 +173,7 @@ class GatedLinearAttention(Kernel[GatedLinearAttentionConfig, Any]):
             cotangents[1] if len(cotangents) == 2 else None,
             scale=kwargs["scale"],
             chunk_size=cfg.bwd_chunk_size,
-            rows=cfg.rows,
+            rows=cfg.bwd_rows,
         )
         return _gradients(found, kwargs)
 
