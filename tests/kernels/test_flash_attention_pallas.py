@@ -1,4 +1,4 @@
-"""The Pallas kernels of flash attention, interpreted: values and gradients against plain JAX."""
+"""The Pallas kernels of flash attention, interpreted: values and gradients by the definition."""
 
 from __future__ import annotations
 
@@ -9,9 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.kernels.flash_attention import FlashAttention, pallas_gpu, pallas_tpu
-from ejkernel.kernels.flash_attention.pallas_tiles import Options, Tiles
+from ejkernel.kernels.flash_attention import (
+    FlashAttention,
+    attention_reference,
+    pallas_gpu,
+    pallas_tpu,
+)
+from ejkernel.kernels.flash_attention.options import Options
+from ejkernel.kernels.flash_attention.pallas_tiles import Tiles
 
+# What the kernels serve, by the names of keywords.
+NAMES = [
+    field.name
+    for field in dataclasses.fields(Options)
+    if not field.name.startswith(("first_", "dropout"))
+]
 RNG = np.random.default_rng(0)
 BATCH, Q_LEN, KV_LEN, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 150, 140, 4, 2, 24, 16
 
@@ -49,31 +61,9 @@ CASES = {
 }
 
 
-def plain(q, k, v, o):
-    repeat = q.shape[2] // k.shape[2]
-    k, v = jnp.repeat(k, repeat, 2), jnp.repeat(v, repeat, 2)
-    scores = o.softmax_scale * jnp.einsum("bqhd,bkhd->bhqk", q, k, precision="highest")
-    if o.logits_soft_cap is not None:
-        scores = o.logits_soft_cap * jnp.tanh(scores / o.logits_soft_cap)
-    if o.bias is not None:
-        scores = scores + o.bias
-    i, j = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])
-    left, right = o.band
-    visible = jnp.ones(scores.shape, bool)
-    visible &= True if right is None else j <= i + right
-    visible &= True if left is None else j >= i - left
-    visible &= True if o.mask is None else o.mask
-    if o.segment_ids is not None:
-        visible &= o.segment_ids[:, None, :, None] == o.kv_segment_ids[:, None, None]
-    if o.q_lengths is not None:
-        visible &= i < o.q_lengths[:, None, None, None]
-        visible &= j < o.kv_lengths[:, None, None, None]
-    some = visible.any(-1, keepdims=True)
-    sink = 0.0 if o.sinks is None else jnp.exp(o.sinks)[:, None, None]
-    weights = jnp.where(visible, jnp.exp(jnp.where(visible, scores, 0.0)), 0.0)
-    total = jnp.where(some, weights.sum(-1, keepdims=True) + sink, 1.0)
-    out = jnp.einsum("bhqk,bkhd->bqhd", weights / total, v, precision="highest")
-    return out, jnp.where(some, jnp.log(total), -jnp.inf)[..., 0]
+def plain(q, k, v, options):
+    given = {name: getattr(options, name) for name in NAMES}
+    return attention_reference(q, k, v, **given, return_lse=True)
 
 
 def close(ours, theirs):
@@ -82,7 +72,7 @@ def close(ours, theirs):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("module", [pallas_tpu, pallas_gpu], ids=["tpu", "gpu"])
-def test_values_and_gradients_equal_plain_attention(module, case):
+def test_values_and_gradients_equal_the_definition(module, case):
     options = CASES[case]
     blocks = (128, 128) if module is pallas_tpu else (64, 32)
     q = normal(BATCH, Q_LEN, HEADS, HEAD_DIM)

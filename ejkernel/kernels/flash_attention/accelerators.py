@@ -13,7 +13,7 @@ import jax
 
 from ejkernel.ops import BwdParams, FwdParams, Invocation, Supports
 
-from .pallas_tiles import Options
+from .options import Options
 
 MOST_FEATURES_ON_GPU = 256
 

@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from .options import Options
 from .pallas_gpu_call import (
     Call,
     Place,
@@ -35,7 +36,6 @@ from .pallas_tiles import (
     HIDDEN_SCORE,
     LOWEST_MAXIMUM,
     Index,
-    Options,
     delta_of,
     sinks_gradient,
     without_empty_rows,

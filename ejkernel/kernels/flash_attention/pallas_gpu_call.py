@@ -12,10 +12,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from .options import Options
 from .pallas_tiles import (
     HIDDEN_SCORE,
     Index,
-    Options,
     Tiles,
     both,
     divide,

@@ -1,4 +1,4 @@
-"""What the Pallas kernels of both accelerators share: options, tiles, which of them are needed.
+"""What the Pallas kernels of both accelerators share: tiles, and which of them are needed.
 
 Nothing here imports Pallas. Functions of block indices work on Python integers, to size a grid, and
 on traced ones, inside a kernel.
@@ -14,53 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .options import Options
+
 Index: TypeAlias = Any  # an int, or a traced int32 scalar
 
 # Both are finite, because -inf - -inf is NaN. A running maximum starts at LOWEST_MAXIMUM, so that
 # the exponential of a hidden score is exactly zero even in a row that has seen no key yet.
 HIDDEN_SCORE = -1e30
 LOWEST_MAXIMUM = -0.5e30
-
-
-@dataclass(frozen=True)
-class Options:
-    """The keywords of a call; None is an option that was not given.
-
-    Attributes:
-        causal: Query `i` sees the keys `j <= i`.
-        softmax_scale: Factor on the scores.
-        window: `(left, right)`: query `i` sees `i - left <= j <= i + right`; None is unbounded.
-        logits_soft_cap: `c` replaces scaled scores by `c * tanh(s / c)`.
-        bias: Added to the scores; each axis is that of `(batch, heads, q_len, kv_len)`, or 1.
-        mask: True where a query sees a key; of the same shapes as `bias`.
-        segment_ids: `(batch, q_len)`; a query sees the keys of its own segment.
-        kv_segment_ids: `(batch, kv_len)`; `segment_ids` if not given.
-        sinks: `(heads,)`, one more logit in the denominator of each head.
-        q_lengths: `(batch,)`; later rows do not exist and give zeros.
-        kv_lengths: `(batch,)`; later keys do not exist.
-    """
-
-    causal: bool = False
-    softmax_scale: float = 1.0
-    window: tuple[int | None, int | None] | None = None
-    logits_soft_cap: float | None = None
-    bias: jax.Array | None = None
-    mask: jax.Array | None = None
-    segment_ids: jax.Array | None = None
-    kv_segment_ids: jax.Array | None = None
-    sinks: jax.Array | None = None
-    q_lengths: jax.Array | None = None
-    kv_lengths: jax.Array | None = None
-
-    def __post_init__(self) -> None:
-        if self.segment_ids is not None and self.kv_segment_ids is None:
-            object.__setattr__(self, "kv_segment_ids", self.segment_ids)
-
-    @property
-    def band(self) -> tuple[int | None, int | None]:
-        """How far back and how far ahead a query sees; None: without limit."""
-        left, right = self.window or (None, None)
-        return left, (0 if self.causal else right)
 
 
 @dataclass(frozen=True)

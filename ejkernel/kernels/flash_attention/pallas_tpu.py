@@ -28,9 +28,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from .options import Options
 from .pallas_tiles import (
     LOWEST_MAXIMUM,
-    Options,
     delta_of,
     sinks_gradient,
     without_empty_rows,

@@ -13,10 +13,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from .options import Options
 from .pallas_tiles import (
     HIDDEN_SCORE,
     Index,
-    Options,
     Tiles,
     both,
     ceil_div,
