@@ -9,6 +9,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include "xla/ffi/api/c_api.h"
 
@@ -197,22 +198,68 @@ class Queue {
   pthread_cond_t all_done_ = PTHREAD_COND_INITIALIZER;
 };
 
-// Memory for the length of a call, cut into pieces that begin at cache lines.
+// Memory for the length of a call, in numbers; cut into pieces that begin at cache lines.
+//
+// Fresh memory costs more than it seems: the system clears every page when it is first touched. So
+// some of what calls give back is kept for the next ones.
 class Scratch {
  public:
   static long padded(long floats) { return (floats + 15) / 16 * 16; }
 
-  explicit Scratch(long floats) {
-    if (posix_memalign(&memory_, 64, (padded(floats) + 16) * sizeof(float)) != 0) memory_ = nullptr;
+  explicit Scratch(long floats) : size_((floats * sizeof(float) / PAGE + 1) * PAGE) {
+    Kept& kept = Kept::one();
+    pthread_mutex_lock(&kept.mutex);
+    for (Piece& piece : kept.pieces)
+      if (piece.memory && piece.size >= size_ && piece.size / 2 <= size_) {
+        memory_ = piece.memory, size_ = piece.size;
+        kept.total -= piece.size;
+        piece.memory = nullptr;
+        break;
+      }
+    pthread_mutex_unlock(&kept.mutex);
+    if (memory_ == nullptr && posix_memalign(&memory_, size_ < LARGE ? PAGE : LARGE, size_) != 0)
+      memory_ = nullptr;
+#ifdef MADV_HUGEPAGE
+    if (memory_ && size_ >= LARGE) madvise(memory_, size_, MADV_HUGEPAGE);
+#endif
   }
   Scratch(const Scratch&) = delete;
-  ~Scratch() { free(memory_); }
+  ~Scratch() {
+    Kept& kept = Kept::one();
+    pthread_mutex_lock(&kept.mutex);
+    if (memory_ && kept.total + size_ <= MOST_KEPT)
+      for (Piece& piece : kept.pieces)
+        if (piece.memory == nullptr) {
+          piece = {memory_, size_};
+          kept.total += size_;
+          memory_ = nullptr;
+          break;
+        }
+    pthread_mutex_unlock(&kept.mutex);
+    free(memory_);
+  }
 
   bool failed() const { return memory_ == nullptr; }
   float* begin() const { return static_cast<float*>(memory_); }
 
  private:
+  static constexpr long PAGE = 4096, LARGE = 2 << 20, MOST_KEPT = 32 << 20;
+  struct Piece {
+    void* memory;
+    long size;
+  };
+  struct Kept {
+    pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+    Piece pieces[8] = {};
+    long total = 0;
+    static Kept& one() {
+      static Kept kept;
+      return kept;
+    }
+  };
+
   void* memory_ = nullptr;
+  long size_;
 };
 
 }  // namespace ejkernel

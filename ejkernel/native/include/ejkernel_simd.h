@@ -67,22 +67,71 @@ EJ_INLINE ivec counting() {
   return value;
 }
 
+// The first and the second halves of a and b, their numbers alternating.
+template <int... I>
+struct Zip {
+#ifdef __clang__
+  static EJ_INLINE vec first(vec a, vec b) {
+    return __builtin_shufflevector(a, b, (I / 2 + I % 2 * LANES)...);
+  }
+  static EJ_INLINE vec second(vec a, vec b) {
+    return __builtin_shufflevector(a, b, (LANES / 2 + I / 2 + I % 2 * LANES)...);
+  }
+#else
+  static EJ_INLINE vec first(vec a, vec b) {
+    return __builtin_shuffle(a, b, ivec{(I / 2 + I % 2 * LANES)...});
+  }
+  static EJ_INLINE vec second(vec a, vec b) {
+    return __builtin_shuffle(a, b, ivec{(LANES / 2 + I / 2 + I % 2 * LANES)...});
+  }
+#endif
+};
+template <int N, int... I>
+struct ZipOf : ZipOf<N - 1, N - 1, I...> {};
+template <int... I>
+struct ZipOf<0, I...> : Zip<I...> {};
+
+// Number j of vector i becomes number i of vector j.
+EJ_INLINE void transpose(vec (&x)[LANES]) {
+  typedef ZipOf<LANES> zip;
+  EJ_UNROLL for (int step = 1; step < LANES; step *= 2) {
+    vec y[LANES];
+    EJ_UNROLL for (int i = 0; i < LANES / 2; i++) {
+      y[2 * i] = zip::first(x[i], x[i + LANES / 2]);
+      y[2 * i + 1] = zip::second(x[i], x[i + LANES / 2]);
+    }
+    EJ_UNROLL for (int i = 0; i < LANES; i++) x[i] = y[i];
+  }
+}
+
 // 2^x for x < 127.5, relative error 1.5e-7; exactly zero below -126.5, NaN for NaN. What it gives
 // for larger numbers has no meaning.
-EJ_INLINE vec exp2(vec x) {
-  x = larger(all(-127.0f), x);  // in this order NaN stays NaN
+//
+// N vectors take every step together: one alone would wait for each of its steps to end, and a
+// processor does not look far enough ahead to fill the time with the next one.
+template <int N>
+EJ_INLINE void exp2(vec (&x)[N]) {
   // Adding 1.5 * 2^23 rounds to an integer, which then stands in the lowest bits; 127 more is the
   // bias of the exponent, so a shift turns the bits into 2^integer.
   const float magic = 12582912.0f + 127.0f;
-  vec shifted = x + magic;
-  vec f = x - (shifted - magic);
-  vec power = (vec)((ivec)shifted << 23);
-  vec p = f * 0.0013276472454890609f + 0.009675540961325169f;  // minimax on [-0.5, 0.5]
-  p = p * f + 0.05550713092088699f;
-  p = p * f + 0.24022120237350464f;
-  p = p * f + 0.6931469440460205f;
-  p = p * f + 1.0000001192092896f;
-  return p * power;
+  vec power[N], p[N];
+  EJ_UNROLL for (int i = 0; i < N; i++) x[i] = larger(all(-127.0f), x[i]);  // so NaN stays NaN
+  EJ_UNROLL for (int i = 0; i < N; i++) power[i] = x[i] + magic;
+  EJ_UNROLL for (int i = 0; i < N; i++) x[i] -= power[i] - magic;
+  // Minimax on [-0.5, 0.5].
+  EJ_UNROLL for (int i = 0; i < N; i++)
+    p[i] = x[i] * 0.0013276472454890609f + 0.009675540961325169f;
+  EJ_UNROLL for (int i = 0; i < N; i++) p[i] = p[i] * x[i] + 0.05550713092088699f;
+  EJ_UNROLL for (int i = 0; i < N; i++) p[i] = p[i] * x[i] + 0.24022120237350464f;
+  EJ_UNROLL for (int i = 0; i < N; i++) p[i] = p[i] * x[i] + 0.6931469440460205f;
+  EJ_UNROLL for (int i = 0; i < N; i++) p[i] = p[i] * x[i] + 1.0000001192092896f;
+  EJ_UNROLL for (int i = 0; i < N; i++) x[i] = p[i] * (vec)((ivec)power[i] << 23);
+}
+
+EJ_INLINE vec exp2(vec x) {
+  vec one[1] = {x};
+  exp2(one);
+  return one[0];
 }
 
 // tanh as a ratio of polynomials, exact to about 3 units in the last place.

@@ -238,9 +238,14 @@ class Backward {
     const bool capped = p.soft_cap != 0;
     if (__builtin_expect(capped, 0)) cap(found, m, row, c, slopes);
     if (__builtin_expect(mask.hides_some_of(key + c), 0)) mask.hide(found, key + c);
-    EJ_UNROLL for (int r = 0; r < ROWS; r++)
-      EJ_UNROLL for (int j = 0; j < VECTORS; j++)
-        store(weights + r * Scores::STRIDE + j * LANES, exp2(found[r][j]));
+    EJ_UNROLL for (int r = 0; r < ROWS; r += TOGETHER) {
+      vec some[TOGETHER * VECTORS];
+      EJ_UNROLL for (int i = 0; i < TOGETHER * VECTORS; i++)
+        some[i] = found[r + i / VECTORS][i % VECTORS];
+      exp2(some);
+      EJ_UNROLL for (int i = 0; i < TOGETHER * VECTORS; i++)
+        store(weights + (r + i / VECTORS) * Scores::STRIDE + i % VECTORS * LANES, some[i]);
+    }
     begin_below(found, m.delta + row);
     multiply_strip(found, m.dout_strips + row * p.value_dim, m.v_transposed + c * p.value_dim,
                    p.value_dim);

@@ -23,52 +23,49 @@ class Forward {
 
   Array out, lse;
 
-  // --- memory, in numbers ---
+  // --- memory, in numbers: for every head its keys, its values and its queries ---
   long packed_keys() const { return p.padded_keys * p.dim; }
   long packed_values() const { return p.padded_keys * p.padded_value_dim; }
-  long packed_size() const {
-    return p.batch * p.kv_heads * (packed_keys() + packed_values());
+  long packed_head() const {
+    return packed_keys() + packed_values() + Scratch::padded(round_up(p.rows(), ROWS) * p.dim);
   }
+  long packed_size() const { return p.batch * p.kv_heads * packed_head(); }
   long scratch_size() const {
-    return Scratch::padded(block_q_ * p.dim) + Scratch::padded(block_q_ * p.padded_value_dim) +
-           ROWS * Scores::STRIDE + Scratch::padded(COLUMNS * most(p.dim, p.padded_value_dim));
+    return Scratch::padded(block_q_ * p.padded_value_dim) + ROWS * Scores::STRIDE +
+           Scratch::padded(COLUMNS * most(p.dim, p.padded_value_dim));
   }
 
-  // --- first all keys and values are packed, then rows are worked on ---
-  long packing_items() const { return p.batch * p.kv_heads * ceil_div(p.padded_keys, KEYS_PER_ITEM); }
+  // --- first everything is packed, then rows are worked on ---
+  long packing_items() const { return p.batch * (key_parts() + row_parts()); }
   long row_items() const { return p.batch * p.kv_heads * row_blocks(); }
 
+  // All heads of some keys or queries: they lie beside each other.
   void pack(float* packed, float* scratch, long item) const {
-    const long parts = ceil_div(p.padded_keys, KEYS_PER_ITEM);
-    const long head = item / parts, begin = item % parts * KEYS_PER_ITEM;
-    const long b = head / p.kv_heads, h = head % p.kv_heads;
-    const long end = least(p.k_len, begin + KEYS_PER_ITEM);
-    float* keys = packed + head * (packed_keys() + packed_values());
-    float* values = keys + packed_keys();
-    pack_transposed(keys + begin * p.dim, p.key_rows(p.k, b, h, p.dim), begin, end, scratch);
-    pack_panels(values + begin * COLUMNS, p.padded_keys * COLUMNS,
-                p.key_rows(p.v, b, h, p.value_dim), begin, end, scratch);
-    for (long key = end; key < least(p.padded_keys, begin + KEYS_PER_ITEM); key++)
-      for (long d = 0; d < p.padded_value_dim; d += COLUMNS)
-        memset(values + d / COLUMNS * p.padded_keys * COLUMNS + key * COLUMNS, 0,
-               COLUMNS * sizeof(float));
+    const long b = item / (key_parts() + row_parts()), part = item % (key_parts() + row_parts());
+    if (part < key_parts()) {
+      const long end = least(p.padded_keys, (part + 1) * KEYS_PER_ITEM);
+      for (long key = part * KEYS_PER_ITEM; key < end; key += COLUMNS)
+        for (long h = 0; h < p.kv_heads; h++) pack_keys(head(packed, b, h), scratch, b, h, key);
+      return;
+    }
+    const long first = (part - key_parts()) * ROWS_PER_ITEM;
+    for (long row = first; row < least(p.rows(), first + ROWS_PER_ITEM); row += ROWS)
+      for (long h = 0; h < p.kv_heads; h++)
+        pack_strips(queries(head(packed, b, h)) + row * p.dim, p.query_rows(p.q, b, h, p.dim), row,
+                    least(p.rows(), row + ROWS), scratch, p.scale * LOG2_E);
   }
 
-  void attend(const float* packed, float* scratch, long item) const {
-    const long head = item / row_blocks();
+  void attend(float* packed, float* scratch, long item) const {
+    const long b = item / row_blocks() / p.kv_heads, h = item / row_blocks() % p.kv_heads;
     // The last rows see the most keys: they come first, so that none is left over at the end.
     const long first = (row_blocks() - 1 - item % row_blocks()) * block_q_;
-    const long b = head / p.kv_heads, h = head % p.kv_heads;
     const long last = least(first + block_q_, p.rows());
-    const float* keys = packed + head * (packed_keys() + packed_values());
+    const float* keys = head(packed, b, h);
     const float* values = keys + packed_keys();
-
-    float* strips = scratch;
-    float* sums = strips + Scratch::padded(block_q_ * p.dim);
+    const float* strips = queries(keys) + first * p.dim;
+    float* sums = scratch;
     float* tile = sums + Scratch::padded(block_q_ * p.padded_value_dim);
-    float* line = tile + ROWS * Scores::STRIDE;
 
-    pack_strips(strips, p.query_rows(p.q, b, h, p.dim), first, last, line, p.scale * LOG2_E);
     const long count = ceil_div(last - first, ROWS);
     Strip found[MOST_STRIPS];
     StripMask masks[MOST_STRIPS];
@@ -100,7 +97,8 @@ class Forward {
   long block_q() const { return block_q_; }
 
  private:
-  static constexpr long KEYS_PER_ITEM = COLUMNS * 16;
+  static constexpr long KEYS_PER_ITEM = COLUMNS * 4;
+  static constexpr long ROWS_PER_ITEM = ROWS * 12;
   // A first look at so many keys gives the references.
   static constexpr long FIRST_KEYS = COLUMNS * ceil_div(32, COLUMNS);
 
@@ -114,6 +112,28 @@ class Forward {
       for (int r = 0; r < ROWS; r++) reference[r] = -INFINITE, total[r] = vec{};
     }
   };
+
+  long key_parts() const { return ceil_div(p.padded_keys, KEYS_PER_ITEM); }
+  long row_parts() const { return ceil_div(p.rows(), ROWS_PER_ITEM); }
+  float* head(float* packed, long b, long h) const {
+    return packed + (b * p.kv_heads + h) * packed_head();
+  }
+  template <typename Float>
+  Float* queries(Float* head) const {
+    return head + packed_keys() + packed_values();
+  }
+
+  // The panel of keys from `key` on, and their values.
+  void pack_keys(float* keys, float* scratch, long b, long h, long key) const {
+    const long end = least(p.k_len, key + COLUMNS);
+    float* values = keys + packed_keys();
+    pack_transposed(keys + key * p.dim, p.key_rows(p.k, b, h, p.dim), key, end, scratch);
+    pack_panels(values + key * COLUMNS, p.padded_keys * COLUMNS,
+                p.key_rows(p.v, b, h, p.value_dim), key, end, scratch);
+    for (long c = end; c < key + COLUMNS; c++)
+      for (long d = 0; d < p.padded_value_dim; d += COLUMNS)
+        memset(values + d * p.padded_keys + c * COLUMNS, 0, COLUMNS * sizeof(float));
+  }
 
   long row_blocks() const { return ceil_div(p.rows(), block_q_); }
 
@@ -161,13 +181,19 @@ class Forward {
     for (long key = from; key < until; key += COLUMNS) {
       Sums scores;
       score(scores, queries, keys, key, mask, strip.reference);
-      EJ_UNROLL for (int r = 0; r < ROWS; r++)
-        EJ_UNROLL for (int j = 0; j < VECTORS; j++) {
-          top = larger(scores[r][j], top);
-          vec weight = exp2(scores[r][j]);
-          total[r] += weight;
-          store(tile + r * Scores::STRIDE + key - from + j * LANES, weight);
+      EJ_UNROLL for (int r = 0; r < ROWS; r += TOGETHER) {
+        vec weights[TOGETHER * VECTORS];
+        EJ_UNROLL for (int i = 0; i < TOGETHER * VECTORS; i++) {
+          weights[i] = scores[r + i / VECTORS][i % VECTORS];
+          top = larger(weights[i], top);
         }
+        exp2(weights);
+        EJ_UNROLL for (int i = 0; i < TOGETHER * VECTORS; i++) {
+          total[r + i / VECTORS] += weights[i];
+          store(tile + (r + i / VECTORS) * Scores::STRIDE + key - from + i % VECTORS * LANES,
+                weights[i]);
+        }
+      }
     }
     if (largest(top) > FAR_ABOVE) return false;
     EJ_UNROLL for (int r = 0; r < ROWS; r++) strip.total[r] = total[r];

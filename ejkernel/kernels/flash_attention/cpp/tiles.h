@@ -18,6 +18,7 @@ namespace ejkernel {
 constexpr long VECTORS = REGISTERS == 32 && LANES == 4 ? 4 : 2;
 constexpr long ROWS = REGISTERS == 32 && VECTORS == 2 ? 12 : 6;
 constexpr long COLUMNS = VECTORS * LANES;
+constexpr long TOGETHER = 2;  // rows whose weights are computed at the same time
 
 EJ_INLINE constexpr long ceil_div(long a, long b) { return (a + b - 1) / b; }
 EJ_INLINE constexpr long round_up(long a, long b) { return ceil_div(a, b) * b; }
@@ -105,16 +106,36 @@ struct Rows {
   void fetch(long r) const { fetch_row(data, type, at(r), width); }
 };
 
+// to[d * stride + c] = from[c * width + d] for c < COUNT, d < width: a matrix of COUNT rows, turned.
+// COUNT is a whole number of vectors, or less than one.
+template <long COUNT>
+EJ_INLINE void turn(float* to, long stride, const float* from, long width) {
+  constexpr long USED = COUNT < LANES ? COUNT : LANES;
+  long d = 0;
+  // A vector that is not full is stored as if it were, and the next one overwrites the excess: all
+  // but the very last.
+  if (COUNT % LANES == 0 || COUNT < LANES)
+    for (; d + LANES <= width - (COUNT < LANES); d += LANES)
+      for (long c = 0; c < COUNT; c += LANES) {
+        vec block[LANES];
+        EJ_UNROLL for (int i = 0; i < LANES; i++)
+          block[i] = i < USED ? load(from + (c + i) * width + d) : vec{};
+        transpose(block);
+        EJ_UNROLL for (int i = 0; i < LANES; i++) store(to + (d + i) * stride + c, block[i]);
+      }
+  for (; d < width; d++)
+    for (long c = 0; c < COUNT; c++) to[d * stride + c] = from[c * width + d];
+}
+
 // Rows [begin, end), as the *columns* of panels: (end - begin) / COLUMNS panels of (width, COLUMNS).
-// `line` has room for COLUMNS rows.
-inline void pack_transposed(float* panels, const Rows& rows, long begin, long end, float* line) {
+// `lines` has room for COLUMNS rows.
+inline void pack_transposed(float* panels, const Rows& rows, long begin, long end, float* lines) {
   const long width = rows.width;
   for (long k = begin; k < end; k += COLUMNS) {
     const long filled = least(COLUMNS, end - k);
-    for (long c = 0; c < filled; c++) rows.read(line + c * width, k + c);
-    for (long c = filled; c < COLUMNS; c++) memset(line + c * width, 0, width * sizeof(float));
-    for (long d = 0; d < width; d++)
-      EJ_UNROLL for (long c = 0; c < COLUMNS; c++) panels[d * COLUMNS + c] = line[c * width + d];
+    for (long c = 0; c < filled; c++) rows.read(lines + c * width, k + c);
+    memset(lines + filled * width, 0, (COLUMNS - filled) * width * sizeof(float));
+    turn<COLUMNS>(panels, COLUMNS, lines, width);
     panels += width * COLUMNS;
   }
 }
@@ -133,18 +154,16 @@ inline void pack_panels(float* panels, long stride, const Rows& rows, long begin
   }
 }
 
-// Rows [begin, end) as strips of (width, ROWS), with zeros for the rows that fill the last one up.
-inline void pack_strips(float* strips, const Rows& rows, long begin, long end, float* line,
+// Rows [begin, end) as strips of (width, ROWS), with zeros for the rows that fill the last one up;
+// `lines` has room for ROWS rows.
+inline void pack_strips(float* strips, const Rows& rows, long begin, long end, float* lines,
                         float factor = 1) {
   const long width = rows.width;
   for (long s = begin; s < end; s += ROWS) {
-    for (long r = 0; r < ROWS; r++) {
-      if (s + r < end)
-        rows.read(line, s + r, factor);
-      else
-        memset(line, 0, width * sizeof(float));
-      for (long d = 0; d < width; d++) strips[d * ROWS + r] = line[d];
-    }
+    const long filled = least(ROWS, end - s);
+    for (long r = 0; r < filled; r++) rows.read(lines + r * width, s + r, factor);
+    memset(lines + filled * width, 0, (ROWS - filled) * width * sizeof(float));
+    turn<ROWS>(strips, ROWS, lines, width);
     strips += width * ROWS;
   }
 }
