@@ -7,14 +7,20 @@ STAMP = $(VENV)/.ready
 RAY = $(VENV)/.ray
 TARGETS_VENV ?= .venv-targets
 TARGETS_STAMP = $(TARGETS_VENV)/.ready
+PEERS_VENV ?= .venv-peers
+PEERS_STAMP = $(PEERS_VENV)/.ready
+PUBLIC_VENV ?= .venv-public
+PUBLIC_STAMP = $(PUBLIC_VENV)/.ready
 
-.PHONY: help tune test targets targets-setup lint types bench clean
+.PHONY: help tune test targets targets-setup lint types docs release bench clean
 
 help:
-	@echo "make tune    tune a small transformer on this machine, show before and after"
+	@echo "make tune    tune a small transformer on this machine: before, after, and a report of it"
 	@echo "make test    lint, types, and the whole test suite"
 	@echo "make targets compile the test kernels for TPU and CUDA, without such devices (700 MB)"
-	@echo "make bench   measure the overhead of a call beside plain jax.jit"
+	@echo "make docs    the documentation site, in site/"
+	@echo "make release wheel and sdist, built, checked, and installed into an empty environment"
+	@echo "make bench   every benchmark beside its peers, into docs/results.md (an hour, 3 GB)"
 	@echo "make clean   remove the environment and caches"
 
 $(STAMP): pyproject.toml
@@ -56,8 +62,26 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(VENV)/bin/mypy
 
-bench: $(STAMP)
-	$(RUN) benchmarks/overhead.py
+docs: $(STAMP)
+	$(VENV)/bin/zensical build --strict --clean
+
+release: $(STAMP)
+	$(RUN) .ci/check_release.py
+
+# The peers: torch and tune-jax beside us; the public package, which has our name, on its own.
+$(PEERS_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(PEERS_VENV)
+	$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --editable ".[test]" torch==2.13.0 tune-jax
+	@touch $@
+
+$(PUBLIC_STAMP):
+	$(PYTHON) -m venv $(PUBLIC_VENV)
+	$(PUBLIC_VENV)/bin/python -m pip install --quiet --disable-pip-version-check ejkernel==0.0.80.3
+	@touch $@
+
+bench: $(PEERS_STAMP) $(PUBLIC_STAMP)
+	$(PEERS_VENV)/bin/python benchmarks/results.py --public $(PUBLIC_VENV)/bin/python
 
 clean:
-	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-* .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site .cache

@@ -4,22 +4,25 @@
 
 The model is a real one: embedding, two layers of attention and MLP, a loss that never holds all
 logits at once, and its gradient. What is learned goes to the store: a second run measures nothing.
+The last line but one says where the report is: open it in a browser.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 import statistics
+import sys
 import time
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel import report
 from ejkernel.modules import flash_attention
 from ejkernel.ops import (
     AutotunePolicy,
-    AutotuningResult,
     ConfigSelectorChain,
     Executor,
     Kernel,
@@ -137,34 +140,16 @@ def report_event(event: str, **data) -> None:
         print(f"  {data['op_id']}: in the store ({data['level']})", flush=True)
 
 
-def before_and_after(step, arguments, result: AutotuningResult, rounds: int) -> None:
-    """Run the model with heuristics and with the tuned configs, in turns, and compare."""
-
-    def run(tuned: bool):
-        if tuned:
-            with result:
-                return jax.block_until_ready(step(*arguments))
-        return jax.block_until_ready(step(*arguments))
-
-    (loss_before, _), (loss_after, _) = run(tuned=False), run(tuned=True)
-    times: dict[bool, list[float]] = {False: [], True: []}
-    for _ in range(rounds):
-        for tuned in (False, True):
-            start = time.perf_counter()
-            run(tuned)
-            times[tuned].append(time.perf_counter() - start)
-    before, after = statistics.median(times[False]), statistics.median(times[True])
-    ratio = statistics.median(b / a for a, b in zip(times[False], times[True], strict=True))
-    print("the whole model, forward and backward (median of interleaved runs):")
-    print(f"  before  {before * 1e3:8.1f} ms   loss {loss_before:.5f}")
-    print(f"  after   {after * 1e3:8.1f} ms   loss {loss_after:.5f}   ratio {ratio:.2f}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Tune a small transformer on this machine.")
     parser.add_argument("--length", type=int, default=Shape.length, help="sequence length")
-    parser.add_argument("--rounds", type=int, default=5, help="runs of the model, before and after")
+    parser.add_argument(
+        "--rounds", type=int, default=11, help="runs of the model, before and after"
+    )
     parser.add_argument("--store", help="folder or URL of the store (default: the usual one)")
+    parser.add_argument(
+        "--report", default="tuning_report.html", help="file to write: .html, .md or .json"
+    )
     options = parser.parse_args()
     start = time.perf_counter()
 
@@ -186,12 +171,32 @@ def main() -> None:
         persistent=PersistentCache(options.store),
         on_event=report_event,
     )
+    start_of_tuning = time.perf_counter()
     result = autotune_lowered(selector, lowered)
+    seconds = time.perf_counter() - start_of_tuning
     print()
     print(result)
     print()
-    before_and_after(step, (parameters, tokens), result, options.rounds)
-    print(f"\nstore: {selector.persistent.path} ({time.perf_counter() - start:.1f} s in all)")
+
+    model = report.before_and_after(
+        step, (parameters, tokens), result=result, rounds=options.rounds, what="the whole model"
+    )
+    before, after = statistics.median(model.before), statistics.median(model.after)
+    print("the whole model, forward and backward (median of interleaved runs):")
+    print(f"  before  {before * 1e3:8.1f} ms")
+    print(f"  after   {after * 1e3:8.1f} ms   ratio {1 / model.gain.times:.2f}")
+
+    run = report.Run.of(
+        result,
+        title=f"A transformer of {shape.layers} layers, {shape.length} tokens",
+        seconds=seconds,
+        store=selector.persistent,
+        model=model,
+        command=shlex.join(["python", *sys.argv]),
+    )
+    written = report.write(run, options.report)
+    print(f"\nreport: {written.resolve().as_uri()}")
+    print(f"store: {selector.persistent.path} ({time.perf_counter() - start:.1f} s in all)")
 
 
 if __name__ == "__main__":

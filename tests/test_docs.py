@@ -14,11 +14,11 @@ import ejkernel
 from ejkernel.ops.utils import environment
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_code_blocks_run(page):
     text = page.read_text(encoding="utf-8")
     namespace: dict = {"__name__": "__main__"}
@@ -49,9 +49,9 @@ def test_every_environment_variable_is_documented():
         default = f"`{variable.default}`" if variable.default else "–"
         row = f"| `{variable.name}` | {default} | {variable.meaning} |"
         assert row in page
-    in_the_table = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
-    assert in_the_table == {v.name for v in environment.VARIABLES}
-    assert set(re.findall(r"EJKERNEL_\w+", page)) <= in_the_table
+    assert set(re.findall(r"EJKERNEL_\w+", page)) == {
+        v.name for v in environment.VARIABLES if v.name.startswith("EJKERNEL_")
+    }
 
 
 def test_no_other_module_reads_the_environment():

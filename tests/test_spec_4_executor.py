@@ -343,6 +343,27 @@ def test_gradients_pass_through_shard_map():
     jax.tree.map(close, got, jax.grad(total(product), argnums=(0, 1))(x, W))
 
 
+def test_a_rule_of_ones_own_sums_the_gradient_of_a_replicated_argument():
+    class WithRule(MatMul):
+        def fwd_with_residuals(self, x, w, *, cfg):
+            return x @ w, None
+
+        def vjp(self, _, out, dout, x, w, *, cfg):
+            return dout @ w.T, x.T @ dout
+
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = PartitionSpec("d", None)
+    x = jnp.arange(16.0).reshape(8, 2) / 7
+    mapped = jax.shard_map(
+        functools.partial(quiet(), WithRule()),
+        mesh=mesh,
+        in_specs=(rows, PartitionSpec()),
+        out_specs=rows,
+    )
+    got = jax.jit(jax.grad(total(mapped), argnums=(0, 1)))(x, W)
+    jax.tree.map(close, got, jax.grad(total(product), argnums=(0, 1))(x, W))
+
+
 def test_sharded_arrays_give_a_sharded_result():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec("d"))

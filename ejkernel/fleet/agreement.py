@@ -41,6 +41,7 @@ SLICE = 2.0
 
 _ALIKE = (
     environment.AUTOTUNE,
+    environment.STRICT,
     environment.STAMP,
     environment.PREFIX,
     environment.AGREEMENT_SECONDS,

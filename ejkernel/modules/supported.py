@@ -9,7 +9,8 @@ from typing import Any
 from ejkernel.ops import Kernel, device_kind
 from ejkernel.ops.core.dispatch import SUFFIXES, suffix_order
 from ejkernel.ops.core.supports import Supports, reasons_against
-from ejkernel.ops.execution.tables import text_table
+from ejkernel.ops.execution.tables import as_text
+from ejkernel.ops.utils.display import Displayed, Shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,20 +31,20 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class SupportTable:
+class SupportTable(Displayed):
     """The rows of `support_table`; printed, it is a table."""
 
     rows: tuple[Row, ...]
     call: str | None = None
 
-    def __str__(self) -> str:
+    def _shown(self) -> Shown:
         if self.call is not None:
             shown = [(row.implementation, "; ".join(row.reasons) or "yes") for row in self.rows]
             title = f"{self.call} on this {device_kind()}"
-            return f"{title}\n{text_table(('implementation', 'serves it'), shown)}"
-        header = ("operation", "implementation", "devices", "dtypes", "not served", "needs")
-        return text_table(
-            header,
+            return Shown(title, ("implementation", "serves it"), shown)
+        return Shown(
+            "",
+            ("operation", "implementation", "devices", "dtypes", "not served", "needs"),
             [
                 (
                     row.operation,
@@ -56,6 +57,9 @@ class SupportTable:
                 for row in self.rows
             ],
         )
+
+    def __str__(self) -> str:
+        return as_text(self._shown())
 
 
 def support_table(operation: str | None = None, *args: Any, **options: Any) -> SupportTable:

@@ -73,6 +73,13 @@ def put(connection: sa.Connection, row: Row, trial_rows: Sequence[Row], origin: 
     _merge_trials(connection, entry, trial_rows, origin)
 
 
+def remove(connection: sa.Connection, key: Columns) -> bool:
+    """Remove the entry of a key, and with it its trials; False if there was none."""
+    if schema.stated(connection) != schema.newest():
+        raise StoreGone("the store changed its schema while it was open")
+    return connection.execute(entries.delete().where(_this_key), key._asdict()).rowcount > 0
+
+
 def clear(connection: sa.Connection) -> None:
     """Remove every entry, and with it its trials."""
     if schema.stated(connection) != schema.newest():

@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from . import rows
 from .errors import StoreError, StoreGone
@@ -114,12 +114,31 @@ class Store:
         origin = rows.origin(about)
         self._write(lambda c: _queries().put(c, row, trials, origin))
 
+    def remove(self, key: Key) -> bool:
+        """Remove the entry of a key with its trials; False if there was none."""
+        columns = to_columns(key)
+        if not self._holds_something():
+            return False
+        return self._write(lambda c: bool(_queries().remove(c, columns)))
+
     def clear(self) -> None:
         """Remove every entry."""
-        with self._lock:
-            there = not self._is_empty() and self._attempt(lambda _: True, False, write=False)
-        if there:
+        if self._holds_something():
             self._write(lambda c: _queries().clear(c))
+
+    def check(self, *, write: bool = False) -> None:
+        """Raise the `StoreError` that reading, or writing, would meet; nothing if all is well.
+
+        Reading never raises, so whoever has to know beforehand asks here. With `write` a store
+        that does not exist is made.
+        """
+        with self._lock:
+            if write:
+                self._attempt(lambda database: database.write(lambda _: None), None, write=True)
+            elif not self._is_empty():
+                self._attempt(
+                    lambda database: database.read(lambda c: _queries().count(c)), 0, write=False
+                )
 
     def close(self) -> None:
         """Close what is open; the next use opens it again."""
@@ -138,9 +157,15 @@ class Store:
             self.notices.once(error.trouble, f"going on without it: {error}")
             return otherwise
 
-    def _write(self, work: Callable[[sa.Connection], None]) -> None:
+    def _write(self, work: Callable[[sa.Connection], T]) -> T:
         with self._lock:
-            self._attempt(lambda database: database.write(work), None, write=True)
+            done = self._attempt(lambda database: database.write(work), None, write=True)
+        return cast(T, done)  # what is written to is never absent
+
+    def _holds_something(self) -> bool:
+        """True if there is a store: removing from one that is not there must not make it."""
+        with self._lock:
+            return not self._is_empty() and self._attempt(lambda _: True, False, write=False)
 
     def _attempt(self, act: Callable[[Database], T], otherwise: T, *, write: bool) -> T:
         home = self._found_home()

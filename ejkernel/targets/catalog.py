@@ -23,7 +23,8 @@ class GpuLimits:
     """What a CUDA device has: the shared-memory check and the occupancy use it.
 
     Attributes:
-      major, minor: the compute capability.
+      major: the compute capability, before its point.
+      minor: and after it.
       cores: streaming multiprocessors.
       shared_per_block: the most shared memory of one block, opted in, in bytes.
       shared_per_core: of one multiprocessor, in bytes.

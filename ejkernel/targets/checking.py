@@ -10,7 +10,8 @@ from typing import Any
 from ..ops.core.invocation import Invocation
 from ..ops.core.kernel import Kernel
 from ..ops.core.types import ConfigKey
-from ..ops.execution.tables import brief, text_table
+from ..ops.execution.tables import as_text, brief
+from ..ops.utils.display import Displayed, Shown
 from ..ops.utils.serialize import to_plain
 from .catalog import Target, TargetError, find
 from .compiler import compile_all, require
@@ -71,7 +72,7 @@ class Check:
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckResult:
+class CheckResult(Displayed):
     """Every config of one call on one target. Prints as a table.
 
     Attributes:
@@ -118,7 +119,7 @@ class CheckResult:
                 return entry
         raise KeyError(f"{cfg} was not checked")
 
-    def __str__(self) -> str:
+    def _shown(self) -> Shown:
         best = None if self.best is None else self.best.estimate
         title = (
             f"{self.invocation.full_op_id}({self.invocation.signature}) for {self.target.name} "
@@ -134,12 +135,13 @@ class CheckResult:
             "estimate",
             "",
         )
-        listed = (*self.feasible, *self.infeasible)
-        rows = [_row(entry, best) for entry in listed]
-        text = f"{title}\n{text_table(header, rows, right=(1, 2, 3, 4, 5, 6))}"
-        if best is not None:
-            text += "\nestimates compare configs of this call; they are not measurements"
-        return text
+        rows = [_row(entry, best) for entry in (*self.feasible, *self.infeasible)]
+        remark = "estimates compare configs of this call; they are not measurements"
+        notes = () if best is None else (remark,)
+        return Shown(title, header, rows, right=(1, 2, 3, 4, 5, 6), notes=notes)
+
+    def __str__(self) -> str:
+        return as_text(self._shown())
 
 
 def check(

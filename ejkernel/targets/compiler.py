@@ -14,6 +14,7 @@ import queue
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from ..ops.tuner.process import START_SECONDS, Process, WorkerLost, WorkerUnavailable
 from ..ops.tuner.worker import Header
@@ -22,7 +23,9 @@ from ..ops.utils.stable import short_hash
 from ..store.durable import write_whole
 from .catalog import Target, TargetError
 from .figures import find_ptxas
-from .lowering import Program
+
+if TYPE_CHECKING:
+    from .lowering import Program
 
 FORMAT = 1  # of what a worker answers: raise it when a figure is read differently
 _MODULE = "ejkernel.targets.worker"

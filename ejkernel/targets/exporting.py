@@ -40,7 +40,8 @@ def export(
       path: a file, written whole or not at all.
       target: the device, for calls that are not checked yet.
       best: how many candidates to name for each call.
-      seconds, jobs: as `check` takes them.
+      seconds: as `check` takes it.
+      jobs: as `check` takes it.
     """
     if not isinstance(best, int) or best < 1:
         raise ValueError(f"export: best={best!r} must be a whole number >= 1")

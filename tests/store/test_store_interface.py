@@ -413,3 +413,30 @@ def test_any_sequence_of_operations_is_that_of_a_dictionary(kind, request):
     hypothesis.stateful.run_state_machine_as_test(
         Machine, settings=hypothesis.settings(max_examples=examples, **SETTINGS)
     )
+
+
+def test_an_entry_is_removed_with_its_trials_and_no_other(cache):
+    trials = [{"config": 1, "verdict": "measured", "seconds": 1.0}]
+    other = (DEVICE, OP, "f" * 16)
+    for key in (KEY, other):
+        cache.put(*key, {"block": 1}, about={"trials": trials})
+    assert cache.remove(KEY) is True
+    assert cache.remove(KEY) is False
+    assert cache.keys() == [other]
+    assert cache.trials(KEY) == []
+    assert len(cache.trials(other)) == 1
+    cache.put(*KEY, {"block": 2})
+    assert cache.trials(KEY) == []  # an old number is not given to a new entry's trials
+
+
+def test_nothing_is_made_to_remove_something_or_to_be_checked(place):
+    cache = PersistentCache(place)
+    assert cache.remove(KEY) is False
+    cache.check()
+    assert len(cache) == 0
+    if not isinstance(place, str):
+        assert not place.exists()
+    cache.check(write=True)
+    if not isinstance(place, str):
+        assert (place / "configs.sqlite3").exists()
+    cache.close()

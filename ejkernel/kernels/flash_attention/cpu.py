@@ -40,7 +40,7 @@ BACKWARD_CANDIDATES: tuple[Blocks, ...] = (
 
 
 def native_is_available(inv: Invocation[Any, Any]) -> str | None:
-    """None, or why the C++ library cannot be called; builds it if that is allowed."""
+    """A C++ compiler, once: the library is built when it is first needed."""
     from ejkernel.native import FLASH_ATTENTION, why_not
 
     return why_not(FLASH_ATTENTION)

@@ -10,27 +10,40 @@ import jax
 
 from ejkernel.ops import BwdParams, Dimension, FwdParams, Invocation, Kernel, NearShapes, Supports
 
-from . import xla
+from . import accelerators, ring, xla
+from .blocks import Blocks, candidate_blocks, default_blocks
 from .cpu import CPU, FlashAttentionOnCPU
+from .inputs import make_inputs
+from .options import BY_EXAMPLE
+from .reference import attention_reference_by_rows
+
+Out = jax.Array | tuple[jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class FlashAttentionConfig:
-    """Block sizes of the forward and of the backward pass; None leaves one to the heuristic."""
+    """Block sizes of the forward and of the backward pass; None leaves one to the heuristic.
+
+    `q_blocksize` and `kv_blocksize` are the sides of a tile, `blocksize_heads` is the number of key
+    heads in it, those of all examples of the batch counted.
+    """
 
     fwd: FwdParams = dataclasses.field(default_factory=FwdParams)
     bwd: BwdParams = dataclasses.field(default_factory=BwdParams)
 
 
-class FlashAttention(FlashAttentionOnCPU, Kernel[FlashAttentionConfig, jax.Array]):
+class FlashAttention(
+    FlashAttentionOnCPU, accelerators.Accelerators, Kernel[FlashAttentionConfig, Out]
+):
     """`softmax(scale * q kᵀ) v`, block by block, with its own backward pass.
 
-    Arguments are `q, k, v` as `(batch, sequence, heads, head_dim)`, keywords `causal` and
-    `softmax_scale`. Use `ejkernel.modules.flash_attention`, which checks them.
+    Arguments are `q, k, v` as `(batch, sequence, heads, head_dim)`, keywords those of
+    `attention_reference` and `sequence_axis`. Use `ejkernel.modules.flash_attention`, which checks
+    them.
     """
 
     version = "1"
-    supports: ClassVar[Mapping[str, Supports]] = {"cpu": CPU}
+    supports: ClassVar[Mapping[str, Supports]] = {"cpu": CPU, **accelerators.SUPPORTS}
     # Blocks are chosen for a length; the number of sequences hardly matters, and a block that is
     # longer than a sequence is cut to it.
     near_shapes = NearShapes(
@@ -43,28 +56,31 @@ class FlashAttention(FlashAttentionOnCPU, Kernel[FlashAttentionConfig, jax.Array
         super().__init__(name="flash_attention")
 
     def heuristic_cfg(self, inv: Invocation[Any, Any]) -> FlashAttentionConfig:
-        forward, backward = (
-            _default_blocks(inv, backward=False),
-            _default_blocks(inv, backward=True),
-        )
-        return _config(forward, backward)
+        return _config(_default_blocks(inv, backward=False), _default_blocks(inv, backward=True))
 
     def candidate_cfgs(self, inv: Invocation[Any, Any]) -> list[FlashAttentionConfig]:
-        q, k, _ = inv.args
-        forward = _blocks_that_differ(FORWARD_BLOCKS, q.shape[1], k.shape[1])
-        backward = _blocks_that_differ(BACKWARD_BLOCKS, q.shape[1], k.shape[1])
-        # The passes do not share anything, so each is varied while the other stays as it is.
         heuristic = self.heuristic_cfg(inv)
+        if "sequence_axis" in inv.kwargs:
+            return [heuristic]  # a tuner measures outside of the mesh, where there is no ring
+        q, k, _ = inv.args
+        # The passes do not share anything, so each is varied while the other stays as it is.
+        ahead = candidate_blocks(q.shape, k.shape, backward=False)
+        back = candidate_blocks(q.shape, k.shape, backward=True)
         return [
-            *(
-                dataclasses.replace(heuristic, fwd=_config(blocks, blocks).fwd)
-                for blocks in forward
-            ),
-            *(
-                dataclasses.replace(heuristic, bwd=_config(blocks, blocks).bwd)
-                for blocks in backward
-            ),
+            *(dataclasses.replace(heuristic, fwd=_config(b, b).fwd) for b in ahead),
+            *(dataclasses.replace(heuristic, bwd=_config(b, b).bwd) for b in back),
         ]
+
+    def make_inputs(
+        self, inv: Invocation[Any, Any], key: jax.Array
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Random arrays; sequences as long as they may be, with a few segments packed in order."""
+        return make_inputs(inv, key)
+
+    def reference(self, q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> Out:
+        return attention_reference_by_rows(q, k, v, **options)
+
+    # --- XLA, on any device ----------------------------------------------------------------------
 
     def run_xla(
         self,
@@ -75,10 +91,11 @@ class FlashAttention(FlashAttentionOnCPU, Kernel[FlashAttentionConfig, jax.Array
         cfg: FlashAttentionConfig,
         causal: bool,
         softmax_scale: float,
-    ) -> jax.Array:
-        return self.fwd_with_residuals_xla(
-            q, k, v, cfg=cfg, causal=causal, softmax_scale=softmax_scale
-        )[0]
+        return_lse: bool = False,
+        **options: Any,
+    ) -> Out:
+        options |= {"causal": causal, "softmax_scale": softmax_scale, "return_lse": return_lse}
+        return self.fwd_with_residuals_xla(q, k, v, cfg=cfg, **options)[0]
 
     def fwd_with_residuals_xla(
         self,
@@ -87,78 +104,62 @@ class FlashAttention(FlashAttentionOnCPU, Kernel[FlashAttentionConfig, jax.Array
         v: jax.Array,
         *,
         cfg: FlashAttentionConfig,
-        causal: bool,
-        softmax_scale: float,
-    ) -> tuple[jax.Array, jax.Array]:
-        heuristic = xla.default_blocks(
-            q.shape[1], k.shape[1], q.shape[3], causal=causal, backward=False
-        )
-        return xla.forward(
-            q,
-            k,
-            v,
-            causal=causal,
-            softmax_scale=softmax_scale,
-            block_q=cfg.fwd.q_blocksize or heuristic[0],
-            block_k=cfg.fwd.kv_blocksize or heuristic[1],
-        )
+        return_lse: bool = False,
+        **options: Any,
+    ) -> tuple[Out, jax.Array]:
+        blocks = _blocks_of(cfg.fwd, q, k, options, backward=False)
+        run = ring.ring_forward if "sequence_axis" in options else xla.forward
+        out, lse = run(q, k, v, **blocks, **options)
+        return ((out, lse) if return_lse else out), lse
 
     def vjp_xla(
         self,
         lse: jax.Array,
-        out: jax.Array,
-        dout: jax.Array,
+        out: Any,
+        dout: Any,
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
         *,
         cfg: FlashAttentionConfig,
-        causal: bool,
-        softmax_scale: float,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        heuristic = xla.default_blocks(
-            q.shape[1], k.shape[1], q.shape[3], causal=causal, backward=True
-        )
-        return xla.backward(
-            q,
-            k,
-            v,
-            out,
-            lse,
-            dout,
-            causal=causal,
-            softmax_scale=softmax_scale,
-            block_q=cfg.bwd.q_blocksize or heuristic[0],
-            block_k=cfg.bwd.kv_blocksize or heuristic[1],
-        )
+        return_lse: bool = False,
+        **options: Any,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, jax.Array]]:
+        blocks = _blocks_of(cfg.bwd, q, k, options, backward=True)
+        run = ring.ring_backward if "sequence_axis" in options else xla.backward
+        dlse = None
+        if return_lse:
+            (out, _), (dout, dlse) = out, dout
+        return run(q, k, v, out, lse, dout, dlse=dlse, **blocks, **options)
 
 
-# (block_q, block_k) worth racing; see `xla.default_blocks` for why these shapes.
-FORWARD_BLOCKS = ((64, 64), (128, 128), (256, 256), (256, 512), (512, 256), (512, 512))
-BACKWARD_BLOCKS = ((128, 128), (256, 256), (256, 512), (512, 256), (512, 512), (128, 1024))
-
-
-def _default_blocks(inv: Invocation[Any, Any], *, backward: bool) -> tuple[int, int]:
+def _default_blocks(inv: Invocation[Any, Any], *, backward: bool) -> Blocks:
     q, k, _ = inv.args
-    return xla.default_blocks(
-        q.shape[1],
-        k.shape[1],
-        q.shape[3],
-        causal=bool(inv.kwargs.get("causal", False)),
-        backward=backward,
+    return _blocks_for(q, k, inv.kwargs, backward=backward)
+
+
+def _blocks_for(q: Any, k: Any, options: Mapping[str, Any], *, backward: bool) -> Blocks:
+    by_example = any(options.get(name) is not None for name in BY_EXAMPLE)
+    causal, window = bool(options.get("causal", False)), options.get("window")
+    return default_blocks(
+        q.shape, k.shape, causal=causal, window=window, by_example=by_example, backward=backward
     )
 
 
-def _config(forward: tuple[int, int], backward: tuple[int, int]) -> FlashAttentionConfig:
+def _blocks_of(
+    params: FwdParams | BwdParams, q: Any, k: Any, options: Mapping[str, Any], *, backward: bool
+) -> dict[str, Any]:
+    """The blocks of a config; what it leaves open comes from the heuristic."""
+    default = _blocks_for(q, k, options, backward=backward)
+    return {
+        "block_q": params.q_blocksize or default.q,
+        "block_k": params.kv_blocksize or default.k,
+        "block_heads": params.blocksize_heads or default.heads,
+    }
+
+
+def _config(forward: Blocks, backward: Blocks) -> FlashAttentionConfig:
     return FlashAttentionConfig(
-        FwdParams(q_blocksize=forward[0], kv_blocksize=forward[1]),
-        BwdParams(q_blocksize=backward[0], kv_blocksize=backward[1]),
+        FwdParams(q_blocksize=forward.q, kv_blocksize=forward.k, blocksize_heads=forward.heads),
+        BwdParams(q_blocksize=backward.q, kv_blocksize=backward.k, blocksize_heads=backward.heads),
     )
-
-
-def _blocks_that_differ(
-    blocks: tuple[tuple[int, int], ...], q_len: int, k_len: int
-) -> list[tuple[int, int]]:
-    """Blocks no longer than the sequence, each once: a longer one is the same program."""
-    clamped = ((min(block_q, q_len), min(block_k, k_len)) for block_q, block_k in blocks)
-    return list(dict.fromkeys(clamped))

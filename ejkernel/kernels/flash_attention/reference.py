@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+
+from .dropout import keep_mask
+from .layout import ceil_div, pad
+from .options import Options, Window
 
 
 def attention_reference(
@@ -13,14 +19,32 @@ def attention_reference(
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
-) -> jax.Array:
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    window: Window | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    q_lengths: jax.Array | None = None,
+    kv_lengths: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    return_lse: bool = False,
+    first_query: int | jax.Array = 0,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Softmax attention that builds the whole score matrix.
 
-    For every batch entry and query head, with :math:`V_i` the keys that query :math:`i` may see:
+    For every batch entry and query head, with :math:`V_i` the keys that query :math:`i` may see,
+    :math:`c` the soft cap, :math:`b` the bias and :math:`t` the head's sink:
 
     .. math::
-        s_{ij} = \text{scale} \; q_i \cdot k_j, \qquad
-        o_i = \sum_{j \in V_i} \frac{e^{s_{ij}}}{\sum_{l \in V_i} e^{s_{il}}} \, v_j
+        s_{ij} = c \tanh(\text{scale} \; q_i \cdot k_j / c) + b_{ij}, \qquad
+        l_i = \log \Bigl( e^t + \sum_{j \in V_i} e^{s_{ij}} \Bigr), \qquad
+        o_i = \sum_{j \in V_i} z_{ij} \, e^{s_{ij} - l_i} \, v_j
+
+    Without a cap the scores are the scaled products, without a sink :math:`e^t = 0`, and
+    :math:`z_{ij}` is 1, or with dropout 0 or :math:`1 / (1 - \text{rate})`.
 
     Args:
         q: Queries, ``(batch, q_len, q_heads, head_dim)``.
@@ -29,10 +53,24 @@ def attention_reference(
         v: Values, ``(batch, k_len, kv_heads, value_dim)``.
         causal: If true, query ``i`` sees the keys ``j <= i`` (aligned at the top left).
         softmax_scale: Factor on the scores; ``head_dim ** -0.5`` if not given.
+        bias: Added to the scores, ``(batch, q_heads, q_len, k_len)``; axes may be 1.
+        mask: True where a query sees a key, of the same shapes as ``bias``.
+        segment_ids: A query sees the keys of its own segment, ``(batch, q_len)``.
+        kv_segment_ids: The segments of the keys, ``(batch, k_len)``.
+        window: Query ``i`` sees the keys from ``i - left`` to ``i + right``; None: without limit.
+        logits_soft_cap: The scores stay within plus and minus this.
+        sinks: A logit per query head that takes part in the denominator only, ``(q_heads,)``.
+        q_lengths: How many queries each sequence has; the others see nothing, ``(batch,)``.
+        kv_lengths: How many keys each sequence has, ``(batch,)``.
+        dropout_rate: Share of the weights that are dropped.
+        dropout_key: Words of the key that chooses them, see :mod:`.dropout`.
+        return_lse: If true, also return :math:`l`.
+        first_query: Position of the first row of ``q`` in its sequence.
 
     Returns:
-        ``(batch, q_len, q_heads, value_dim)`` in the dtype of ``q``, computed in float32. A query
-        that sees no key gives zeros.
+        ``(batch, q_len, q_heads, value_dim)`` in the dtype of ``q``, computed in float32; and, if
+        asked for, the float32 ``(batch, q_heads, q_len)`` log-sum-exp. A query that sees no key
+        gives zeros and minus infinity, sink or not, and all its gradients are zero.
 
     Example:
         >>> import jax.numpy as jnp
@@ -42,25 +80,102 @@ def attention_reference(
         [2.0, 3.0]
     """
     batch, q_len, q_heads, head_dim = q.shape
-    _, k_len, kv_heads, value_dim = v.shape
-    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    _, k_len, kv_heads, _ = v.shape
     exact = jax.lax.Precision.HIGHEST
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    repeat = q_heads // kv_heads
+    every_k = jnp.repeat(k.astype(jnp.float32), repeat, axis=2)
+    every_v = jnp.repeat(v.astype(jnp.float32), repeat, axis=2)
 
-    grouped_q = q.astype(jnp.float32).reshape(batch, q_len, kv_heads, q_heads // kv_heads, head_dim)
-    scores = scale * jnp.einsum(
-        "bqhgd,bkhd->bhgqk", grouped_q, k.astype(jnp.float32), precision=exact
-    )
-    if causal:
-        visible = jnp.arange(k_len)[None, :] <= jnp.arange(q_len)[:, None]
-        scores = jnp.where(visible, scores, -jnp.inf)
+    scores = scale * jnp.einsum("bqhd,bkhd->bhqk", q.astype(jnp.float32), every_k, precision=exact)
+    if logits_soft_cap is not None:
+        scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
+    if bias is not None:
+        scores = scores + bias.astype(jnp.float32)
+
+    row, key = jnp.arange(q_len)[:, None] + first_query, jnp.arange(k_len)[None, :]
+    left, right = Options(causal, scale, window=window).band
+    visible = jnp.ones((batch, q_heads, q_len, k_len), bool)
+    if right is not None:
+        visible &= key <= row + right
+    if left is not None:
+        visible &= key >= row - left
+    if mask is not None:
+        visible &= mask
+    if segment_ids is not None:
+        of_keys = segment_ids if kv_segment_ids is None else kv_segment_ids
+        visible &= (segment_ids[:, :, None] == of_keys[:, None, :])[:, None]
+    if q_lengths is not None:
+        visible &= (row < q_lengths[:, None, None])[:, None]
+    if kv_lengths is not None:
+        visible &= (key < kv_lengths[:, None, None])[:, None]
+    scores = jnp.where(visible, scores, -jnp.inf)
 
     # Subtracting the row maximum changes nothing but the range. A row without keys has the maximum
     # -inf, and -inf - -inf would be NaN, so such a row is shifted by nothing.
     row_max = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
+    empty = jnp.isneginf(row_max)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(1, q_heads, 1, 1)
+        row_max = jnp.maximum(row_max, sinks)
     shift = jax.lax.stop_gradient(jnp.where(jnp.isneginf(row_max), 0.0, row_max))
     weights = jnp.exp(scores - shift)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    probabilities = weights / jnp.where(total == 0.0, 1.0, total)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - shift)
+    total = jnp.where(empty, 1.0, total)
+    probabilities = weights / total
+    if dropout_key is not None:
+        keep = keep_mask(
+            dropout_rate,
+            dropout_key,
+            jnp.arange(batch).reshape(batch, 1, 1, 1),
+            jnp.arange(q_heads).reshape(q_heads, 1, 1),
+            row,
+            key,
+        )
+        probabilities = jnp.where(keep, probabilities / (1 - dropout_rate), 0.0)
 
-    out = jnp.einsum("bhgqk,bkhd->bqhgd", probabilities, v.astype(jnp.float32), precision=exact)
-    return out.reshape(batch, q_len, q_heads, value_dim).astype(q.dtype)
+    out = jnp.einsum("bhqk,bkhd->bqhd", probabilities, every_v, precision=exact).astype(q.dtype)
+    if not return_lse:
+        return out
+    return out, jnp.where(empty, -jnp.inf, shift + jnp.log(total))[..., 0]
+
+
+def attention_reference_by_rows(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, most_scores: int = 2**24, **options: Any
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """The same, some queries at a time, such that no more scores than this exist at once."""
+    batch, q_len, q_heads, _ = q.shape
+    rows = max(1, most_scores // max(1, batch * q_heads * k.shape[1]))
+    if rows >= q_len:
+        return attention_reference(q, k, v, **options)
+    chunks = ceil_div(q_len, rows)
+    per_row = {"q": (q, 1)}  # the arrays that have rows, and along which axis
+    for name, axis in (("bias", 2), ("mask", 2), ("segment_ids", 1)):
+        array = options.get(name)
+        if array is not None and array.shape[axis] > 1:
+            per_row[name] = (array, axis)
+    if "segment_ids" in options:
+        options.setdefault("kv_segment_ids", options["segment_ids"])
+    padded = {name: (pad(x, chunks * rows, axis), axis) for name, (x, axis) in per_row.items()}
+
+    @jax.checkpoint
+    def attend(index: jax.Array) -> Any:
+        mine = {
+            name: jax.lax.dynamic_slice_in_dim(x, index * rows, rows, axis)
+            for name, (x, axis) in padded.items()
+        }
+        return attention_reference(
+            mine.pop("q"), k, v, **{**options, **mine}, first_query=index * rows
+        )
+
+    def joined(parts: jax.Array, axis: int) -> jax.Array:
+        whole = jnp.moveaxis(parts, 0, axis)
+        shape = (*whole.shape[:axis], chunks * rows, *whole.shape[axis + 2 :])
+        return whole.reshape(shape)[(slice(None),) * axis + (slice(q_len),)]
+
+    parts = jax.lax.map(attend, jnp.arange(chunks))
+    if isinstance(parts, tuple):
+        return joined(parts[0], 1), joined(parts[1], 2)
+    return joined(parts, 1)

@@ -9,6 +9,8 @@ from .persistent import PersistentCache
 from .policy import AutotunePolicy, forward_autotune_only, policy_override
 from .selection import ConfigSelectorChain
 from .space import Space
+from .statistics import Stats, reset_stats, stats
+from .strict import StrictMiss
 
 __all__ = [
     "AutotunePolicy",
@@ -17,12 +19,16 @@ __all__ = [
     "Decision",
     "PersistentCache",
     "Space",
+    "Stats",
+    "StrictMiss",
     "Tuner",
     "export_bundle",
     "forward_autotune_only",
     "import_bundle",
     "overlay_cache",
     "policy_override",
+    "reset_stats",
+    "stats",
     "verify_bundle",
 ]
 

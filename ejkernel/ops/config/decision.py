@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Generic
 
 from ..core.types import Cfg, ConfigKey
+from ..utils.display import Displayed, Shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Passed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Decision(Generic[Cfg]):
+class Decision(Displayed, Generic[Cfg]):
     """Which config a call runs with, which tier gave it, and why those before it did not.
 
     Attributes:
@@ -64,6 +65,16 @@ class Decision(Generic[Cfg]):
         ]
         lines += [f"  before   {passed.tier}: {passed.explain()}" for passed in self.passed]
         return "\n".join(lines)
+
+    def _shown(self) -> Shown:
+        rows = [
+            ("config", str(self.cfg)),
+            ("chosen by", f"{self.tier}: {self.reason}"),
+            *((f"not by {passed.tier}", passed.explain()) for passed in self.passed),
+            ("device", self.key.device),
+            ("key", self.key.call_key),
+        ]
+        return Shown(f"{self.key.op_id}({self.signature})", ("", ""), rows)
 
     def __str__(self) -> str:
         return self.explain()

@@ -102,9 +102,20 @@ class PersistentCache:
         """Keep what `entry` of a store or a bundle gave: a config that is plain data already."""
         self._store.put(key, config, config_type, about)
 
+    def remove(self, key: Any) -> bool:
+        """Remove the entry of a key, with its trials; False if there was none."""
+        return self._store.remove(key)
+
     def clear(self) -> None:
         """Remove every entry."""
         self._store.clear()
+
+    def check(self, *, write: bool = False) -> None:
+        """Raise the `StoreError` that reading, or writing, would meet; nothing if all is well.
+
+        With `write` a store that does not exist is made.
+        """
+        self._store.check(write=write)
 
     def close(self) -> None:
         """Close the file or the connection; the next use opens it again."""

@@ -6,6 +6,7 @@ import dataclasses
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..utils import environment
 from ..utils.stable import stable_json
 from .ambient import Block, Layer, layers_in_force
 
@@ -28,6 +29,8 @@ class AutotunePolicy:
         kernel, False for none, None for those that declare it (`Kernel.near_shapes`).
       allow_estimates: before the heuristics, use the best of a bundle's candidates that were only
         ranked by a compiler's figures (`ejkernel.targets.export`), never measured.
+      strict: a call without a stored config is an error: nothing is tuned, lent, estimated or
+        guessed while a program runs. None: as `EJKERNEL_STRICT` says.
     """
 
     allow_autotune: bool = True
@@ -36,6 +39,7 @@ class AutotunePolicy:
     validate_backward: bool = False
     near_shapes: bool | None = None
     allow_estimates: bool = False
+    strict: bool | None = None
 
     def __post_init__(self) -> None:
         if self.cache_miss_fallback not in ("autotune", "heuristics"):
@@ -48,16 +52,19 @@ class AutotunePolicy:
                 raise TypeError(
                     f"AutotunePolicy: {name}={getattr(self, name)!r} must be True or False"
                 )
-        if self.near_shapes is not None and not isinstance(self.near_shapes, bool):
-            raise TypeError(
-                f"AutotunePolicy: near_shapes={self.near_shapes!r} must be True, False or None"
-            )
+        for name in ("near_shapes", "strict"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise TypeError(
+                    f"AutotunePolicy: {name}={getattr(self, name)!r} must be True, False or None"
+                )
 
     @property
     def tunes_first(self) -> bool:
         """On a miss, tuning comes before anything else."""
-        return self.allow_autotune and (
-            self.cache_miss_fallback == "autotune" or not self.allow_heuristics
+        return (
+            self.allow_autotune
+            and not self.strict
+            and (self.cache_miss_fallback == "autotune" or not self.allow_heuristics)
         )
 
     @classmethod
@@ -103,14 +110,22 @@ def forward_autotune_only() -> AbstractContextManager[None]:
 
 
 def effective_policy(policy: AutotunePolicy, selector_id: str) -> AutotunePolicy:
-    """A selector's policy with every override in force applied, innermost last."""
+    """A selector's policy with every override in force applied, innermost last.
+
+    What the policy leaves to the environment is settled here, so that the answer is a whole policy:
+    it is part of the question that the processes of a job agree on.
+    """
     changes: dict[str, Any] = {}
     for layer in layers_in_force(_PolicyLayer):
         if layer.selector_id in (None, selector_id):
             changes = {**layer.changes, **changes}
     if any(True for _ in layers_in_force(_ForwardOnlyLayer)):
         changes["validate_backward"] = False
-    return dataclasses.replace(policy, **changes) if changes else policy
+    if changes:
+        policy = dataclasses.replace(policy, **changes)
+    if policy.strict is None:
+        policy = dataclasses.replace(policy, strict=environment.STRICT.enabled())
+    return policy
 
 
 def _expand(changes: dict[str, Any], caller: str) -> dict[str, Any]:

@@ -21,7 +21,9 @@ from .near import NearTier
 from .persistent import PersistentCache
 from .policy import AutotunePolicy, effective_policy, forward_autotune_only, policy_override
 from .ranked import EstimatedTier
+from .statistics import count_decision, count_miss, count_tuning
 from .stored import BundleTier, PersistentTier, StoredTier
+from .strict import StrictMiss, strict_message
 from .tiers import (
     AutotuneTier,
     Found,
@@ -159,10 +161,18 @@ class ConfigSelectorChain:
         if isinstance(answer, Decision):
             # Whatever serves: if the cache learns better later, this program selects again.
             self.cache.mark_served(request.key)
+            count_decision(answer)
             return answer
-        error = RuntimeError(_nothing_found(request, answer))
+        count_miss(request.key.op_id)
+        error = self._nothing(request, answer)
         request.emit("error", error=error)
         raise error
+
+    def _nothing(self, request: Request, passed: tuple[Passed, ...]) -> RuntimeError:
+        if not request.policy.strict:
+            return RuntimeError(_nothing_found(request, passed))
+        text = strict_message(request, passed, self.persistent)
+        return StrictMiss(text, request.key, request.inv.signature)
 
     def _settled(self, request: Request, ask: Callable[[Request], Answer]) -> Answer:
         """What `ask` says; with several processes, what one of them said, in all of them."""
@@ -256,7 +266,9 @@ class ConfigSelectorChain:
         return self._ask(request, [*known, self._autotune])
 
     def _order(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Request:
-        request = self._request(inv, kernel, allow_autotune=True, cache_miss_fallback="autotune")
+        request = self._request(
+            inv, kernel, allow_autotune=True, cache_miss_fallback="autotune", strict=False
+        )
         return dataclasses.replace(request, offline=True)
 
     def _unfinished(self, request: Request) -> bool:
@@ -286,6 +298,8 @@ class ConfigSelectorChain:
         return Request(inv, kernel, key, policy, self._emitter(key))
 
     def _tiers(self, policy: AutotunePolicy) -> list[Tier]:
+        if policy.strict:
+            return self._stored
         if policy.cache_miss_fallback == "heuristics":
             return [*self._stored, *self._defaults, self._autotune]
         return [*self._stored, self._autotune, *self._defaults]
@@ -295,7 +309,10 @@ class ConfigSelectorChain:
     def _tune(self, request: Request) -> Outcome[Any]:
         from ..tuner.session import tune_request
 
-        return tune_request(request.tuner or self.tuner, request, self._earlier_trials(request))
+        earlier = self._earlier_trials(request)
+        # What a kernel calls while it is measured is part of it, and need not be stored.
+        with count_tuning(request.key.op_id), policy_override(strict=False):
+            return tune_request(request.tuner or self.tuner, request, earlier)
 
     def _earlier_trials(self, request: Request) -> list[Any]:
         """What the store knows of an earlier run that measured the same thing."""

@@ -130,7 +130,23 @@ def call_with_rule(
         return (stage(compute)(kept, values, _materialise(dout)),)
 
     differentiable.defvjp(forward, backward, symbolic_zeros=True)
-    return differentiable(arrays)
+    return differentiable(_varying_alike(arrays))
+
+
+def _varying_alike(arrays: list[Any]) -> list[Any]:
+    """Inside `shard_map`: arrays that are the same on all devices, as if they were not.
+
+    An author's rule gives the gradient of one device's work. That of a replicated argument is the
+    sum over devices, which JAX adds where the argument is made to vary.
+    """
+    varying = [jax.typeof(array).manual_axis_type.varying for array in arrays]
+    everywhere: frozenset[str] = frozenset().union(*varying)
+    return [
+        jax.lax.pcast(array, tuple(sorted(everywhere - mine)), to="varying")
+        if everywhere - mine
+        else array
+        for array, mine in zip(arrays, varying, strict=True)
+    ]
 
 
 @jax.tree_util.register_static

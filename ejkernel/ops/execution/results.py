@@ -11,6 +11,7 @@ from ..config import ambient
 from ..config.cache import OverlayLayer
 from ..core import catalog
 from ..core.types import ConfigKey
+from ..utils.display import Displayed, Shown
 from ..utils.fingerprint import device_fingerprint
 from ..utils.serialize import from_plain, loaded_type, qualified_name, to_plain
 
@@ -56,7 +57,7 @@ class Skipped:
     reason: str
 
 
-class AutotuningResult:
+class AutotuningResult(Displayed):
     """Tuned configs of one device. As a context manager it puts them in force.
 
     ::
@@ -206,10 +207,15 @@ class AutotuningResult:
     def __repr__(self) -> str:
         return f"AutotuningResult({self.device!r}, {len(self.entries)} entries)"
 
-    def __str__(self) -> str:
+    def _shown(self) -> Shown:
         from .tables import result_table
 
         return result_table(self)
+
+    def __str__(self) -> str:
+        from .tables import as_text
+
+        return as_text(self._shown())
 
 
 def _entry_from_plain(plain: Any, where: str) -> Entry:

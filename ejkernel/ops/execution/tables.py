@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..utils.display import Shown
+
 if TYPE_CHECKING:
     from ..tuner.outcome import Outcome, Trial
     from .results import AutotuningResult, Entry
@@ -29,17 +31,24 @@ def text_table(
     return "\n".join([line(header), line(["-" * width for width in widths]), *map(line, rows)])
 
 
-def result_table(result: AutotuningResult) -> str:
+def as_text(shown: Shown) -> str:
+    """A table for a terminal or a log file."""
+    table = text_table(shown.header, shown.rows, shown.right)
+    return "\n".join([*([shown.title] if shown.title else []), table, *shown.notes])
+
+
+def result_table(result: AutotuningResult) -> Shown:
     """An `AutotuningResult` as a table, one operation per row."""
-    rows = [_row(entry) for entry in result.entries]
-    header = ("operation", "shapes", "heuristic", "tuned", "ratio", "config")
-    text = f"tuned for {result.device}\n" + text_table(header, rows, right=(2, 3, 4))
-    for skipped in result.skipped:
-        text += f"\nnot tuned: {skipped.label}: {skipped.reason}"
-    return text
+    return Shown(
+        f"tuned for {result.device}",
+        ("operation", "shapes", "heuristic", "tuned", "ratio", "config"),
+        [_row(entry) for entry in result.entries],
+        right=(2, 3, 4),
+        notes=[f"not tuned: {skipped.label}: {skipped.reason}" for skipped in result.skipped],
+    )
 
 
-def outcome_table(outcome: Outcome[Any]) -> str:
+def outcome_table(outcome: Outcome[Any], title: str = "") -> Shown:
     """Every candidate of a tuning run with its time or its reason, the fastest first."""
     from ..tuner.outcome import Verdict
 
@@ -61,7 +70,7 @@ def outcome_table(outcome: Outcome[Any]) -> str:
 
     ranked = sorted(outcome.trials, key=lambda trial: trial.seconds or float("inf"))
     header = ("config", "time", "ratio", "", "")
-    return text_table(header, [row(trial) for trial in ranked], right=(1, 2))
+    return Shown(title, header, [row(trial) for trial in ranked], right=(1, 2))
 
 
 def _row(entry: Entry) -> tuple[str, ...]:

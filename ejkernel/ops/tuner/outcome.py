@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Generic
 
 from ..core.types import Cfg
+from ..utils.display import Displayed, Shown
 from ..utils.serialize import to_plain
 from ..utils.stable import stable_json
 
@@ -58,7 +59,7 @@ class Trial(Generic[Cfg]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome(Generic[Cfg]):
+class Outcome(Displayed, Generic[Cfg]):
     """The winner of a tuning run and all that is known about how it won.
 
     Attributes:
@@ -70,6 +71,7 @@ class Outcome(Generic[Cfg]):
       clock: whose time that is: the `"device"`'s own, or the `"wall"` clock's.
       sure: the race ended because the winner was sure, not because rounds ran out.
       incomplete: why the run was cut short, or an empty string.
+      took: seconds that the run took, compiling included.
     """
 
     best: Cfg
@@ -80,6 +82,7 @@ class Outcome(Generic[Cfg]):
     clock: str = "wall"
     sure: bool = False
     incomplete: str = ""
+    took: float | None = None
 
     def seconds(self, cfg: Any) -> float | None:
         """The measured time per call of a config."""
@@ -119,14 +122,21 @@ class Outcome(Generic[Cfg]):
             "notes": list(self.notes),
             "sure": self.sure,
             "incomplete": self.incomplete,
+            "took": self.took,
+            "heuristic": None if self.heuristic is None else to_plain(self.heuristic),
             "trials": [trial.to_plain() for trial in self.trials],
         }
 
     def explain(self) -> str:
         """Every candidate with its time or its reason, the fastest first."""
+        from ..execution.tables import as_text, outcome_table
+
+        return as_text(outcome_table(self))
+
+    def _shown(self) -> Shown:
         from ..execution.tables import outcome_table
 
-        return outcome_table(self)
+        return outcome_table(self, self.summary())
 
     def __str__(self) -> str:
         return f"{self.summary()}\n{self.explain()}"

@@ -1,4 +1,6 @@
-"""How far a tuning run is: a bar in a terminal, nothing in a log file, steps for a listener."""
+"""How far a tuning run is: a bar in a terminal or a notebook, nothing in a log file, steps for a
+listener.
+"""
 
 from __future__ import annotations
 
@@ -8,41 +10,28 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+from .notebook import NotebookBar, in_notebook
 from .outcome import Trial
 
 logger = logging.getLogger(__name__)
 
 
 class Bar:
-    """A bar in the terminal: a name, how far it is, what happens now.
+    """A bar in the terminal or the notebook: a name, how far it is, what happens now.
 
     Args:
       name: what takes so long.
-      wanted: show it; None: if the error output is a terminal (or a notebook).
+      wanted: show it; None: if the error output is a terminal or a notebook.
     """
 
     def __init__(self, name: str, wanted: bool | None = None) -> None:
         self._name = name if len(name) <= 48 else f"{name[:47]}…"
-        self._wanted = sys.stderr.isatty() if wanted is None else wanted
-        self._bar: Any = None
-        self._task: Any = None
+        self._wanted = (sys.stderr.isatty() or in_notebook()) if wanted is None else wanted
+        self._bar: _TerminalBar | NotebookBar | None = None
 
     def __enter__(self) -> Self:
         if self._wanted:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-            from rich.progress import Progress as RichProgress
-
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[what]}"),
-                TimeElapsedColumn(),
-            )
-            self._bar = RichProgress(*columns, console=Console(stderr=True), transient=True)
-            self._bar.start()
-            self._task = self._bar.add_task(self._name, total=None, what="")
+            self._bar = NotebookBar(self._name) if in_notebook() else _TerminalBar(self._name)
         return self
 
     def __exit__(
@@ -57,7 +46,34 @@ class Bar:
     def update(self, **fields: Any) -> None:
         """Show another `total`, `completed`, `advance` or `what`."""
         if self._bar is not None:
-            self._bar.update(self._task, **fields)
+            self._bar.update(**fields)
+
+
+class _TerminalBar:
+    """The bar where there is a terminal; gone when it is stopped."""
+
+    def __init__(self, name: str) -> None:
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as RichProgress
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[what]}"),
+            TimeElapsedColumn(),
+        )
+        self._progress = RichProgress(*columns, console=Console(stderr=True), transient=True)
+        self._progress.start()
+        self._task = self._progress.add_task(escape(name), total=None, what="")
+
+    def update(self, **fields: Any) -> None:
+        self._progress.update(self._task, **fields)
+
+    def stop(self) -> None:
+        self._progress.stop()
 
 
 class Progress(Bar):
@@ -69,7 +85,7 @@ class Progress(Bar):
 
     Args:
       name: what is tuned.
-      wanted: show it; None: if the error output is a terminal (or a notebook).
+      wanted: show it; None: if the error output is a terminal or a notebook.
       on_step: called as `on_step(step, name=, **data)`.
     """
 

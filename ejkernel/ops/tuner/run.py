@@ -29,6 +29,7 @@ class Run:
     """One run of the tuner over one work: what was built, measured and refused so far."""
 
     def __init__(self, tuner: Tuner, work: Work, bench: Bench, progress: Progress) -> None:
+        self._start = time.monotonic()
         self.tuner = tuner
         self.work = work
         self.bench = bench
@@ -260,6 +261,7 @@ class Run:
             clock=self.bench.clock,
             sure=self.sure,
             incomplete=incomplete if self._unfinished(trials) or not strict else "",
+            took=time.monotonic() - self._start,
         )
 
     def _unfinished(self, trials: list[Trial[Any]]) -> bool:

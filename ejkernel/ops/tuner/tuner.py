@@ -44,7 +44,7 @@ class Tuner:
       prune: what to leave out before anything is measured: a function
         `(kernel, inv, candidates) -> Pruned` such as `ejkernel.targets.StaticPruner()`; None: what
         a bundle of ranked candidates says, if there is one for the call; False: nothing.
-      progress: show a progress bar; None: in a terminal only.
+      progress: show a progress bar; None: in a terminal and in a notebook.
       on_step: called as `on_step(step, name=, **data)` at each step of a run; `step` is `"build"`
         (`candidates`), `"candidate"` (`cfg`, `verdict`, `reason`), `"race"` (`candidates`,
         `rounds`) or `"round"` (`running`, `done`).

@@ -17,7 +17,8 @@ class Work:
     Attributes:
       name: what it is, for messages.
       make_function: gives the function of a config; it takes `args` and `kwargs`.
-      args, kwargs: the inputs to measure with.
+      args: the positional inputs to measure with.
+      kwargs: those by keyword.
       candidates: the configs to try.
       reference: the truth to compare outputs with; None compares with the favourite's output, or
         not at all without a favourite.

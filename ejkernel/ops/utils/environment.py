@@ -11,6 +11,10 @@ import os
 from collections.abc import Mapping
 
 
+class VariableError(ValueError):
+    """An environment variable has a value that is not understood."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Variable:
     """One environment variable: its name, what it is when unset, and what it does."""
@@ -24,7 +28,7 @@ class Variable:
         """The current value, or the default when the variable is unset or empty."""
         value = os.environ.get(self.name) or self.default
         if self.choices is not None and value not in self.choices:
-            raise ValueError(
+            raise VariableError(
                 f"environment variable {self.name}={value!r} is not understood; "
                 f"allowed: {', '.join(self.choices)}"
             )
@@ -37,7 +41,7 @@ class Variable:
             return True
         if value in ("", "0", "false", "no", "off"):
             return False
-        raise ValueError(
+        raise VariableError(
             f"environment variable {self.name}={value!r} is not a switch; set it to 1 or 0"
         )
 
@@ -49,7 +53,7 @@ class Variable:
         except ValueError:
             seconds = -1.0
         if not 0 <= seconds < float("inf"):
-            raise ValueError(
+            raise VariableError(
                 f"environment variable {self.name}={value!r} is not a time; set it to a number of "
                 "seconds, 0 or more"
             )
@@ -90,6 +94,11 @@ AUTOTUNE = Variable(
     "0",
     "1: the default executor tunes an operation that has no stored config (else: heuristics)",
 )
+STRICT = Variable(
+    "EJKERNEL_STRICT",
+    "0",
+    "1: a call that has no stored config is an error that says what to run (see docs/strict.md)",
+)
 STAMP = Variable(
     "EJKERNEL_OPS_STAMP",
     "hash",
@@ -124,6 +133,7 @@ VARIABLES: tuple[Variable, ...] = (
     CACHE_DIR,
     CONFIG_PATH,
     AUTOTUNE,
+    STRICT,
     STAMP,
     PREFIX,
     RECORD,

@@ -5,12 +5,22 @@ from __future__ import annotations
 import dataclasses
 
 
-@dataclasses.dataclass(frozen=True)
-class FwdParams:
+class _OnlyWhatIsSet:
+    """Shows the fields that have a value: of ten, two or three do."""
+
+    def __repr__(self) -> str:
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        given = [(field.name, getattr(self, field.name)) for field in fields]
+        shown = ", ".join(f"{name}={value!r}" for name, value in given if value is not None)
+        return f"{type(self).__name__}({shown})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class FwdParams(_OnlyWhatIsSet):
     """Parameters of a forward kernel; `None` leaves the choice to the kernel.
 
-    >>> FwdParams(q_blocksize=128, kv_blocksize=64).kv_blocksize
-    64
+    >>> FwdParams(q_blocksize=128, kv_blocksize=64)
+    FwdParams(q_blocksize=128, kv_blocksize=64)
     """
 
     q_blocksize: int | None = None
@@ -25,8 +35,8 @@ class FwdParams:
     num_stages: int | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class BwdParams:
+@dataclasses.dataclass(frozen=True, repr=False)
+class BwdParams(_OnlyWhatIsSet):
     """Parameters of a backward kernel; `None` leaves the choice to the kernel."""
 
     q_blocksize: int | None = None

@@ -121,6 +121,35 @@ def read_specification(text: str) -> Invocation[Any, Any]:
     )
 
 
+def describe_specification(text: str) -> dict[str, str]:
+    """The kernel and the call of a specification, readable; nothing is imported.
+
+    >>> spec = "{'op':'m@v1','kernel':'k:M','args':[{'$array':'float32[8]'}],'kwargs':{'n':2}}"
+    >>> describe_specification(spec)
+    {'kernel': 'k:M', 'signature': 'float32[8], n=2'}
+    """
+    try:
+        spec = json.loads(text.replace('"', "\\u0022").replace("'", '"'))
+        parts = [_readable(argument) for argument in spec["args"]]
+        parts += [f"{name}={_readable(value)}" for name, value in spec.get("kwargs", {}).items()]
+        return {"kernel": str(spec["kernel"]), "signature": ", ".join(parts)}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _readable(plain: Any) -> str:
+    if isinstance(plain, dict):
+        for tag, form in (("$tuple", "({})"), ("$list", "[{}]")):
+            if tag in plain:
+                return form.format(", ".join(map(_readable, plain[tag])))
+        if "$array" in plain:
+            return str(plain["$array"])
+        if "$dict" in plain:
+            items = (f"{key}: {_readable(value)}" for key, value in plain["$dict"].items())
+            return "{" + ", ".join(items) + "}"
+    return repr(plain)
+
+
 def find_kernel(op_id: str, qualified: str) -> Kernel[Any, Any]:
     """The kernel with this operation id: alive already, or made from its class."""
     from ..core import catalog

@@ -1,0 +1,131 @@
+"""Flash attention beside `jax.nn.dot_product_attention` and torch, and a grid for its heuristic."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.side_by_side import Call, Comparison, outside_jax
+from ejkernel.kernels.flash_attention import FlashAttention
+from ejkernel.modules import flash_attention
+
+KERNEL = FlashAttention()
+
+
+def comparisons() -> Iterator[Comparison]:
+    """8 heads of 64, float32: the sizes of the promise, and short, long and many sequences."""
+    for length, causal in itertools.product((256, 512, 1024, 2048, 4096), (False, True)):
+        promised = 1024 <= length <= 4096
+        yield _comparison(1, length, causal, backward=False, promised=promised)
+        yield _comparison(1, length, causal, backward=True, promised=promised)
+    for batch, length in ((8, 256), (4, 1024)):
+        yield _comparison(batch, length, True, backward=False, promised=False)
+        yield _comparison(batch, length, True, backward=True, promised=False)
+
+
+def _comparison(
+    batch: int, length: int, causal: bool, *, backward: bool, promised: bool
+) -> Comparison:
+    def arguments() -> tuple[jax.Array, ...]:
+        shape = (batch, length, 8, 64)
+        return tuple(
+            jax.random.normal(key, shape) for key in jax.random.split(jax.random.key(0), 4)
+        )
+
+    def of(attention: Callable[..., jax.Array]) -> Callable[..., Any]:
+        def forward(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> Any:
+            return attention(q, k, v)
+
+        def both(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> Any:
+            out, pull_back = jax.vjp(attention, q, k, v)
+            return (out, *pull_back(dout))
+
+        return both if backward else forward
+
+    peers = {"jax.nn": of(partial(jax.nn.dot_product_attention, is_causal=causal))}
+    limits = {"jax.nn": 1.0 if backward else 0.35} if promised else {}
+    if importlib.util.find_spec("torch"):
+        peers["torch"] = outside_jax(_torch(causal, backward=backward))
+        if promised:
+            limits["torch"] = 1.2 if backward else 1.25
+    direction = "forward+backward" if backward else "forward"
+    return Comparison(
+        name=f"{direction} batch {batch} length {length} {'causal' if causal else 'full'}",
+        ours=of(partial(flash_attention, causal=causal)),
+        peers=peers,
+        arguments=arguments,
+        limits=limits,
+        tolerance=1e-3,
+    )
+
+
+def _torch(causal: bool, *, backward: bool) -> Callable[..., Any]:
+    """torch's attention on `(batch, length, heads, dim)` arrays, with as many threads as XLA."""
+    import torch
+
+    def run(*arrays: Any) -> Any:
+        q, k, v, dout = (torch.from_dlpack(x).transpose(1, 2) for x in arrays)
+        if not backward:
+            with torch.no_grad():
+                return _as_ours(_attention(q, k, v))
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = _attention(*inputs)
+        gradients = torch.autograd.grad(out, inputs, dout)
+        return tuple(_as_ours(x.detach()) for x in (out, *gradients))
+
+    def _attention(q: Any, k: Any, v: Any) -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    def _as_ours(x: Any) -> Any:
+        return x.transpose(1, 2).numpy()  # a view, no copy
+
+    return run
+
+
+def grid() -> Iterator[Call]:
+    """Batches, heads, groups, lengths, what is seen, and head dimensions: one thing at a time."""
+    for length, causal in itertools.product((64, 128, 256, 512, 1024, 2048), (False, True)):
+        yield _call(1, length, 8, 8, 64, causal=causal)
+    for batch, length in ((4, 128), (16, 128), (4, 512), (8, 256), (32, 64), (2, 1024)):
+        for causal in (False, True):
+            yield _call(batch, length, 8, 8, 64, causal=causal)
+    for heads, kv_heads in ((8, 1), (8, 2), (32, 8), (1, 1)):
+        yield _call(1, 512, heads, kv_heads, 64, causal=True)
+    for head_dim in (32, 128, 256):
+        yield _call(1, 512, 8, 8, head_dim, causal=True)
+    for window in (64, 256):
+        yield _call(1, 1024, 8, 8, 64, causal=True, window=(window, 0))
+        yield _call(1, 1024, 8, 8, 64, causal=False, window=(window, window))
+    yield _call(1, 64, 8, 8, 64, causal=False, kv_length=1024)
+    yield _call(8, 1, 8, 8, 64, causal=False, kv_length=2048)
+
+
+def _call(
+    batch: int,
+    length: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    causal: bool,
+    window: tuple[int, int] | None = None,
+    kv_length: int | None = None,
+) -> Call:
+    keys = (batch, kv_length or length, kv_heads, head_dim)
+    seen = f"window {window[0]}" if window else "all"
+    name = (
+        f"{batch}x{length}x{heads}x{head_dim}, {kv_heads} key heads, {keys[1]} keys, "
+        f"{'causal' if causal else 'full'}, {seen}"
+    )
+    keywords: dict[str, Any] = {"causal": causal, "softmax_scale": head_dim**-0.5}
+    if window:
+        keywords["window"] = window
+    shapes = ((batch, length, heads, head_dim), keys, keys)
+    arguments = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    return Call(name, KERNEL, arguments, keywords)

@@ -1,0 +1,1 @@
+"""Peers that need an environment of their own: each runs in its Python and times on request."""

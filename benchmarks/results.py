@@ -1,0 +1,242 @@
+"""Run every benchmark and write what they print, with commands, machine and versions.
+
+    make bench                     (python benchmarks/results.py --public .venv-public/bin/python)
+    python benchmarks/results.py --only ops
+
+Writes `docs/results.md`, and the table of each operation into its page. Benchmarks run one after
+the other, in processes of their own; one that fails, or misses what is promised, is shown as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "results.md"
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """A command, and what a reader has to know about its output.
+
+    `table` turns the figures it writes with `--json FILE` into Markdown; else its output is shown.
+    """
+
+    name: str
+    title: str
+    command: tuple[str, ...]
+    about: str
+    table: Callable[[list[dict[str, Any]]], str] | None = None
+
+
+def ops_table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| operation | call | peer | ours | peer's | best | median (quartiles) | promised |",
+        "| --- | --- | --- | ---: | ---: | ---: | --- | --- |",
+    ]
+    for row in rows:
+        unit = "MiB" if "MiB" in row["name"] else "ms"
+        low, high = row["quartiles"]
+        promised = "–" if row["limit"] is None else f"≤ {row['limit']:.2f}"
+        missed = "" if row["kept"] else " **missed**"
+        lines.append(
+            f"| {row['operation']} | {row['name']} | {row['peer']} | {row['ours_ms']:.2f} {unit} "
+            f"| {row['peer_ms']:.2f} {unit} | {row['best']:.2f} | {row['median']:.2f} "
+            f"({low:.2f}–{high:.2f}) | {promised}{missed} |"
+        )
+    return "\n".join(lines)
+
+
+def heuristics_table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| operation | calls | mean | worst | within 1.15 | tuned slower (below 0.97) |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for operation in dict.fromkeys(row["operation"] for row in rows):
+        found = [row["ratio"] for row in rows if row["operation"] == operation]
+        lines.append(
+            f"| {operation} | {len(found)} | {sum(found) / len(found):.3f} | {max(found):.3f} | "
+            f"{sum(r <= 1.15 for r in found)} | {sum(r < 0.97 for r in found)} |"
+        )
+    return "\n".join(lines)
+
+
+def benchmarks(public: str | None) -> list[Benchmark]:
+    listed = [
+        Benchmark(
+            "ops",
+            "Operations beside their peers",
+            ("benchmarks/ops.py", "--seconds", "3"),
+            "Ratios are our time over the peer's: below 1 is faster. Results are compared first.",
+            ops_table,
+        ),
+        Benchmark(
+            "heuristics",
+            "Heuristics beside tuned configs",
+            ("benchmarks/heuristics.py",),
+            "The heuristic's time over the tuned one's, for every call of a grid.",
+            heuristics_table,
+        ),
+        Benchmark(
+            "tuner",
+            "The tuner beside others",
+            ("benchmarks/tuner.py", "--repeats", "6"),
+            "Regret: how much slower a pick is than the best candidate, measured afterwards with "
+            "many more rounds.",
+        ),
+        Benchmark(
+            "search",
+            "Searching a large space",
+            ("benchmarks/search.py", "--space", "recurrence"),
+            "What a search finds with few evaluations, beside trying everything.",
+        ),
+        Benchmark(
+            "search_replay",
+            "Search strategies on recorded tables",
+            ("benchmarks/search_replay.py",),
+            "No device needed: times come from recorded tables.",
+        ),
+        Benchmark(
+            "overhead",
+            "The price of a call",
+            ("benchmarks/overhead.py",),
+            "A warm call through ejkernel over the same call under plain `jax.jit`.",
+        ),
+        Benchmark("store", "The store", ("benchmarks/store.py",), "Reading and writing entries."),
+        Benchmark(
+            "near_shapes",
+            "Configs lent to near shapes",
+            ("benchmarks/near_shapes.py",),
+            "The time with a lent config over the time with the heuristic one.",
+        ),
+    ]
+    if public:
+        listed.append(
+            Benchmark(
+                "public_package",
+                "flash_attention beside the public package",
+                ("benchmarks/public_package.py", "--python", public),
+                "Each package in its own environment, calls in turns.",
+            )
+        )
+    return listed
+
+
+def machine() -> str:
+    versions = []
+    for name in ("jax", "jaxlib", "numpy", "scikit-learn", "torch", "tune-jax"):
+        try:
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            versions.append(f"{name} not installed")
+    cpu = re.search(r"model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text())
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    return (
+        f"{cpu[1] if cpu else platform.processor()}, {os.cpu_count()} threads, {memory:.0f} GiB; "
+        f"{platform.system()}, Python {platform.python_version()}; {', '.join(versions)}"
+    )
+
+
+def run(benchmark: Benchmark, seconds: float, folder: pathlib.Path) -> str:
+    figures = folder / f"{benchmark.name}.json"
+    command = [sys.executable, *benchmark.command]
+    if benchmark.table is not None:
+        command += ["--json", str(figures)]
+    print(f"{benchmark.name} …", flush=True)
+    begin = time.perf_counter()
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+        output, ended = done.stdout, f"exit code {done.returncode}"
+        if done.returncode and not output.strip():
+            output = done.stderr[-2000:]
+    except subprocess.TimeoutExpired as error:
+        output = (error.stdout or b"").decode() if isinstance(error.stdout, bytes) else ""
+        ended = f"stopped after {seconds:.0f} s"
+    took = time.perf_counter() - begin
+    (folder / f"{benchmark.name}.txt").write_text(output)
+    shown = f"```text\n{output.strip()}\n```"
+    if benchmark.table is not None and figures.exists():
+        rows = json.loads(figures.read_text())
+        shown = benchmark.table(rows)
+        if benchmark.name == "ops":
+            write_into_pages(rows)
+    printed = " ".join(benchmark.command)
+    return (
+        f"## {benchmark.title}\n\n{benchmark.about}\n\n"
+        f"`python {printed}`: {took:.0f} s, {ended}.\n\n{shown}\n"
+    )
+
+
+def write_into_pages(rows: list[dict[str, Any]]) -> None:
+    """The table of an operation, between the two marks in its page."""
+    for page in (ROOT / "docs" / "operations").glob("*.md"):
+        text = page.read_text(encoding="utf-8")
+
+        def table(mark: re.Match[str]) -> str:
+            names = mark[1].split()
+            mine = [row for row in rows if row["operation"] in names]
+            if not mine:
+                return mark[0]
+            source = f"`python benchmarks/ops.py {' '.join(names)}`, {machine()}:"
+            return (
+                f"<!-- results: {mark[1]} -->\n\n{source}\n\n{ops_table(mine)}\n\n"
+                "<!-- end of results -->"
+            )
+
+        pattern = r"<!-- results: ([\w ]+?) -->(?:.*?<!-- end of results -->)?"
+        page.write_text(re.sub(pattern, table, text, flags=re.DOTALL), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--public", help="the Python of an environment with the public package")
+    parser.add_argument("--only", nargs="*", help="names of benchmarks; the rest is left as it is")
+    parser.add_argument("--seconds", type=float, default=1800.0, help="most time for each")
+    parser.add_argument("--keep", type=pathlib.Path, help="folder for figures and output")
+    options = parser.parse_args()
+    folder = options.keep or ROOT / ".cache" / "benchmarks"
+    folder.mkdir(parents=True, exist_ok=True)
+    today = datetime.date.today().isoformat()
+    parts = _old_parts()
+    for benchmark in benchmarks(options.public):
+        if options.only and benchmark.name not in options.only:
+            continue
+        text = run(benchmark, options.seconds, folder)
+        parts[benchmark.title] = f"{text}\n{today}, {machine()}.\n"
+        _write(parts, options.public)
+    print(f"written: {PAGE.relative_to(ROOT)}")
+
+
+def _old_parts() -> dict[str, str]:
+    if not PAGE.exists():
+        return {}
+    pieces = re.split(r"(?m)^(?=## )", PAGE.read_text(encoding="utf-8"))[1:]
+    return {piece.splitlines()[0].removeprefix("## "): piece.strip() + "\n" for piece in pieces}
+
+
+def _write(parts: dict[str, str], public: str | None) -> None:
+    order = [b.title for b in benchmarks(public or "-")]
+    known = [parts[title] for title in order if title in parts]
+    head = (
+        "# Measured results\n\nWritten by `make bench`. Every figure comes from the command above "
+        "it, run on the machine below it; contenders run in turns. The machine is shared "
+        "with others, so single figures waver: look at the spread.\n"
+    )
+    PAGE.write_text("\n".join([head, *known]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

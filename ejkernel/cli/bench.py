@@ -1,0 +1,101 @@
+"""`ejkernel bench`: a function with its heuristic configs and with the stored ones, in turns."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import click
+
+from . import options
+from .exits import Exit, Failure
+from .loading import import_modules, load, theirs
+from .output import State, brief, milliseconds, plain, table
+from .programs import invocations_of, operations_of, stored_result
+from .stores import open_place
+
+
+@click.command()
+@click.argument("name", metavar="MODULE:FUNCTION")
+@options.store
+@click.option("--rounds", type=int, default=15, show_default=True, help="Most runs of each.")
+@click.option(
+    "--seconds", type=float, default=60.0, show_default=True, help="Begin no round after this time."
+)
+@options.imports
+@options.common
+@options.with_state
+def bench(
+    state: State,
+    name: str,
+    source: str | None,
+    rounds: int,
+    seconds: float,
+    modules: tuple[str, ...],
+) -> int:
+    """Run a function with heuristic configs and with the stored ones, in turns, and compare.
+
+    MODULE:FUNCTION is what `ejkernel tune` takes. Nothing is tuned and nothing is stored. Ends with
+    1 if nothing is stored for any of its operations.
+    """
+    if rounds < 1:
+        raise click.UsageError(f"--rounds {rounds} must be 1 or more")
+    import statistics
+
+    from ..ops import ConfigCache, ConfigSelectorChain
+    from ..ops.utils.serialize import to_plain
+    from ..report import before_and_after
+
+    place = open_place(source)
+    if place.store is None:
+        raise click.UsageError(
+            "--store: give a folder or a URL; a bundle is named in EJKERNEL_CONFIG_PATH"
+        )
+    import_modules(modules)
+    subject = load(name)
+    found = operations_of(subject.lower(), name)
+    selector = ConfigSelectorChain(ConfigCache(), persistent=place.store)
+    result = stored_result(selector, invocations_of(found))
+    if not result.entries:
+        raise Failure(
+            f"nothing is stored for the operations of {name} in {place.shown}, so there is nothing "
+            f"to compare; run `ejkernel tune {name}` first",
+            Exit.NOT_WELL,
+        )
+    with theirs(f"{name}: running it"):
+        function, arguments, keywords = subject.runnable()
+        compared = before_and_after(
+            function, arguments, keywords, result=result, rounds=rounds, seconds=seconds, what=name
+        )
+    before, after = (statistics.median(times) for times in (compared.before, compared.after))
+    gain = compared.gain
+    rows = [(entry.op_id, entry.signature, brief(to_plain(entry.cfg))) for entry in result]
+    shown = [table(("operation", "call", "stored config"), rows)]
+    lines = [f"without: {skip.label}: {skip.reason}" for skip in result.skipped]
+    lines += [f"note: {remark}" for remark in compared.notes]
+    lines += [
+        f"heuristic configs  {milliseconds(before)} (median of {len(compared.before)})",
+        f"stored configs     {milliseconds(after)}",
+        f"speedup            {gain.times:.2f}x, between {gain.low:.2f}x and {gain.high:.2f}x",
+    ]
+    if compared.difference is not None:
+        lines.append(
+            f"outputs            differ by {compared.difference:.2g} of their size at most"
+        )
+    data = {
+        "store": place.shown,
+        **dataclasses.asdict(compared),
+        "median_before": before,
+        "median_after": after,
+        "operations": [
+            {
+                "op_id": entry.op_id,
+                "call_key": entry.call_key,
+                "signature": entry.signature,
+                "config": to_plain(entry.cfg),
+            }
+            for entry in result
+        ],
+        "not_stored": [{"label": skip.label, "reason": skip.reason} for skip in result.skipped],
+    }
+    state.result(plain(data), *shown, *lines)
+    return Exit.OK

@@ -1,0 +1,23 @@
+"""`ejkernel configs`: look at what was tuned, move it, look after it."""
+
+from __future__ import annotations
+
+import click
+
+from ..options import common
+from .care import prune, verify
+from .looking import diff, explain, list_, show
+from .moving import export, import_, merge
+
+
+@click.group()
+@common
+def configs() -> None:
+    """Look at stored configs, ship them, look after them.
+
+    PLACE is a folder with a store, the URL of a database, or a bundle file (*.json).
+    """
+
+
+for command in (list_, show, explain, diff, export, import_, merge, prune, verify):
+    configs.add_command(command)

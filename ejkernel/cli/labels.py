@@ -1,0 +1,65 @@
+"""`ejkernel labels`: which operations of ours a program has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from . import options
+from .exits import Exit
+from .output import State, brief, counted, table
+from .programs import read_program
+from .stores import open_place
+
+
+@click.command()
+@click.argument("file", metavar="FILE")
+@options.store
+@options.common
+@options.with_state
+def labels(state: State, file: str, source: str | None) -> int:
+    """List the operations in the text of a program, with what is stored for them on this device.
+
+    FILE holds StableHLO or HLO (`jax.jit(f).lower(...).as_text()`); `-` is the standard input.
+    Nothing of the program is run or imported. Ends with 1 if there is none.
+    """
+    text = read_program(file)
+    from ..ops import device_fingerprint
+    from ..ops.utils.meta import find_stamps_in_text, parse_label
+    from ..ops.utils.specification import describe_specification
+
+    place = open_place(source)
+    stored = {tuple(entry["key"]): entry for entry in place.entries()}
+    device = device_fingerprint()
+    rows, data = [], []
+    for label, spec in find_stamps_in_text(text):
+        op_id, call_key = parse_label(label)
+        described: dict[str, Any] = {} if spec is None else describe_specification(spec)
+        entry = stored.get((device, op_id, call_key))
+        data.append(
+            {
+                "label": label,
+                "op_id": op_id,
+                "call_key": call_key,
+                "kernel": described.get("kernel"),
+                "signature": described.get("signature"),
+                "config": entry and entry["config"],
+            }
+        )
+        rows.append(
+            (
+                op_id,
+                call_key,
+                described.get("signature", "(only its label)"),
+                described.get("kernel", ""),
+                brief(entry["config"]) if entry else "-",
+            )
+        )
+    header = ("operation", "key", "call", "kernel", "stored config")
+    known = sum(row[-1] != "-" for row in rows)
+    counts = f"{counted(len(rows), 'operation')}, {known} of them stored for {device}"
+    state.result(
+        {"device": device, "labels": data}, *([table(header, rows)] if rows else []), counts
+    )
+    return Exit.OK if rows else Exit.NOT_WELL

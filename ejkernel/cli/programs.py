@@ -1,0 +1,133 @@
+"""Programs and their operations: texts of other runs, labels, and what is stored for them."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from .exits import Failure
+
+if TYPE_CHECKING:
+    from ..ops import AutotuningResult, ConfigSelectorChain, Invocation
+    from ..ops.execution.results import Skipped
+
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_PAIRS = (("{", "}"), ("(", ")"))
+
+
+def read_program(name: str) -> str:
+    """The text of a program in a file (`-`: the standard input), whole or refused."""
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else pathlib.Path(name).read_bytes()
+    except OSError as error:
+        raise Failure(f"{name} cannot be read: {error.strerror or error}") from error
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Failure(
+            f"{name} is no text ({error.reason} at byte {error.start}); write a program with "
+            "jax.jit(f).lower(...).as_text()"
+        ) from error
+    reason = not_whole(text)
+    if reason:
+        raise Failure(f"{name} is not the whole text of a program: {reason}")
+    return text
+
+
+def not_whole(text: str) -> str:
+    """Why a text is no StableHLO or HLO program, or only a part of one; "" if it is whole.
+
+    >>> not_whole("module @jit_f { func.func public @main() { return } }")
+    ''
+    >>> not_whole("module @jit_f { func.func public @main() {")
+    'it ends in the middle (2 "{" are not closed); was it cut off?'
+    """
+    if not text.strip():
+        return "it is empty"
+    stablehlo = re.search(r"^\s*(builtin\.)?module\b", text, re.MULTILINE)
+    hlo = re.search(r"^\s*HloModule\b", text, re.MULTILINE)
+    if not stablehlo and not hlo:
+        return (
+            "it has neither a `module` (StableHLO) nor an `HloModule` (HLO); write a program with "
+            "jax.jit(f).lower(...).as_text()"
+        )
+    bare = _STRING.sub("", text)
+    if '"' in bare:
+        return "it ends in the middle of a string; was it cut off?"
+    for opening, closing in _PAIRS:
+        left = bare.count(opening) - bare.count(closing)
+        if left > 0:
+            return f'it ends in the middle ({left} "{opening}" are not closed); was it cut off?'
+    if "{" not in bare or (stablehlo and "func.func" not in bare):
+        return "it ends after its first line; was it cut off?"
+    if hlo and not stablehlo and not re.search(r"^\s*ENTRY\b", text, re.MULTILINE):
+        return "it has no ENTRY computation; was it cut off?"
+    return ""
+
+
+Found = tuple["Invocation[Any, Any] | None", "Skipped | None"]
+
+
+def operations_of(program: Any, name: str) -> list[Found]:
+    """The distinct labelled calls of a program, each with an invocation or why it has none."""
+    from ..ops import device_fingerprint
+    from ..ops.execution.offline import labelled_invocations
+    from ..ops.utils import environment
+
+    found = list(labelled_invocations(program, device_fingerprint()))
+    if not found:
+        stamp = environment.STAMP.read()
+        why = (
+            "EJKERNEL_OPS_STAMP=none leaves its labels out"
+            if stamp == "none" and not isinstance(program, str)
+            else "it calls none, or was traced with EJKERNEL_OPS_STAMP=none"
+        )
+        raise Failure(f"{name}: there is no operation of ejkernel in the program; {why}")
+    return found
+
+
+def invocations_of(found: Iterable[Found]) -> list[Invocation[Any, Any]]:
+    """Those that can be asked about."""
+    return [inv for inv, _ in found if inv is not None]
+
+
+def stored_result(
+    selector: ConfigSelectorChain, invocations: Iterable[Invocation[Any, Any]]
+) -> AutotuningResult:
+    """What a strict call would run with, for each call; those with nothing stored are skipped."""
+    from ..ops import (
+        AutotuningResult,
+        Entry,
+        StrictMiss,
+        device_fingerprint,
+        label,
+        policy_override,
+    )
+    from ..ops.execution.results import Skipped
+
+    entries, skipped = [], []
+    for inv in invocations:
+        key = inv.key
+        assert inv.kernel is not None
+        try:
+            with policy_override(selector, strict=True):
+                decision = selector.decide(inv, inv.kernel)
+        except StrictMiss:
+            skipped.append(Skipped(label(key.op_id, key.call_key), "nothing is stored for it"))
+            continue
+        about = decision.about if isinstance(decision.about, dict) else {}
+        entries.append(
+            Entry(
+                key.op_id,
+                key.call_key,
+                decision.cfg,
+                inv.signature,
+                about.get("seconds"),
+                about.get("heuristic_seconds"),
+                decision.reason,
+            )
+        )
+    return AutotuningResult(device_fingerprint(), entries, skipped)

@@ -1,0 +1,134 @@
+"""What a tuning run leaves behind: its record, and what is said about it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import pathlib
+import re
+import shlex
+import sys
+from typing import TYPE_CHECKING, Any
+
+from .output import State, brief, counted, milliseconds, plain, ratio, table
+
+if TYPE_CHECKING:
+    from ..ops import AutotuningResult, PersistentCache
+    from ..report import BeforeAfter, Run
+    from .progress import Watch
+
+
+def record_of(
+    result: AutotuningResult,
+    title: str,
+    took: float,
+    store: PersistentCache,
+    model: BeforeAfter | None,
+    notes: tuple[str, ...],
+) -> Run:
+    """What `ejkernel report` makes a page of."""
+    from ..report import Run
+
+    command = shlex.join(["ejkernel", *_without_password(sys.argv[1:])])
+    return Run.of(
+        result, title=title, seconds=took, store=store, model=model, command=command, notes=notes
+    )
+
+
+def _without_password(arguments: list[str]) -> list[str]:
+    """What was typed, with URLs as the store shows them: a record is passed on."""
+    from ..store import locate
+
+    shown = []
+    for argument in arguments:
+        option, equals, value = argument.rpartition("=") if argument[:2] == "--" else ("", "", "")
+        url = value if equals and "://" in value else argument
+        if "://" in url:
+            with contextlib.suppress(ValueError, OSError, ImportError):
+                argument = f"{option}{equals}{locate(url).shown}"
+        shown.append(argument)
+    return shown
+
+
+def runs_folder() -> pathlib.Path:
+    """Where records go unless a file is named, and where `ejkernel report` finds the newest."""
+    from ..ops.utils import environment
+
+    return pathlib.Path(environment.CACHE_DIR.read()).expanduser() / "runs"
+
+
+def record_file(title: str) -> pathlib.Path:
+    """A new file for the record of a run; names sort by time."""
+    moment = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
+    slug = re.sub(r"[^A-Za-z0-9]+", "-", title).strip("-")[-60:]
+    return runs_folder() / f"{moment}-{slug}.json"
+
+
+def answer(
+    state: State,
+    result: AutotuningResult,
+    run: Run,
+    store: PersistentCache,
+    file: pathlib.Path,
+    page: str | None,
+    watch: Watch,
+    interrupted: bool,
+) -> None:
+    """Say what came of a run."""
+    rows = [
+        (
+            operation.op_id,
+            operation.signature or operation.call_key,
+            milliseconds(operation.heuristic_seconds),
+            milliseconds(operation.seconds),
+            ratio(operation.seconds, operation.heuristic_seconds),
+            brief(operation.config),
+            "cut short" if operation.incomplete else "",
+        )
+        for operation in run.operations
+    ]
+    header = ("operation", "call", "heuristic", "tuned", "speedup", "config", "")
+    shown: list[Any] = [table(header, rows, right=(2, 3, 4))] if rows else []
+    shown += [f"not tuned: {skip.label}: {skip.reason}" for skip in result.skipped]
+    if run.model is not None:
+        gain, rounds = run.model.gain, len(run.model.before)
+        faster = f"{gain.times:.2f}x as fast" if gain.is_real else "about as fast"
+        shown.append(
+            f"{run.model.what}: {faster} as with heuristic configs "
+            f"(between {gain.low:.2f}x and {gain.high:.2f}x, {counted(rounds, 'round')})"
+        )
+    kept = f"{len(run.operations)} of {counted(watch.total, 'operation')} kept in {store.path}"
+    if interrupted:
+        shown.append(f"interrupted: {kept}; the same command goes on where it stopped")
+    else:
+        shown.append(kept)
+    if any(operation.incomplete for operation in run.operations) and not interrupted:
+        shown.append("cut short by a limit; the same command goes on where it stopped")
+    shown.append(f"record: {file}" + (f", report: {page}" if page else ""))
+    if page is None:
+        shown.append("see it with `ejkernel report`")
+    data = {
+        "store": str(store.path),
+        "record": str(file),
+        "report": page,
+        "interrupted": interrupted,
+        "device": run.device,
+        "seconds": run.seconds,
+        "operations": [
+            {
+                "op_id": operation.op_id,
+                "call_key": operation.call_key,
+                "signature": operation.signature,
+                "config": operation.config,
+                "seconds": operation.seconds,
+                "heuristic_seconds": operation.heuristic_seconds,
+                "incomplete": operation.incomplete,
+                "origin": operation.origin,
+            }
+            for operation in run.operations
+        ],
+        "not_tuned": [{"label": skip.label, "reason": skip.reason} for skip in result.skipped],
+        "model": None if run.model is None else dataclasses.asdict(run.model),
+    }
+    state.result(plain(data), *shown)

@@ -1,0 +1,129 @@
+"""`ejkernel report`: a page about a tuning run."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import TYPE_CHECKING
+
+import click
+
+from . import options
+from .exits import Failure
+from .output import State, counted, table, write
+from .records import runs_folder
+from .stores import open_place
+
+if TYPE_CHECKING:
+    from ..report import Run
+
+
+@click.command()
+@click.argument("record", metavar="[RECORD]", required=False)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["html", "md", "json"]),
+    help="[default: what the name of the output ends with, else html]",
+)
+@click.option(
+    "--output",
+    "-o",
+    metavar="FILE",
+    help="Where to write it; '-' is the standard output.  [default: ejkernel-report.html; "
+    "for md and json the standard output]",
+)
+@click.option("--from-store", is_flag=True, help="About all that a store holds for this device.")
+@options.store
+@click.option("--list", "listing", is_flag=True, help="List the records of earlier runs.")
+@click.option("--open", "opens", is_flag=True, help="Show it in the browser.")
+@options.common
+@options.with_state
+def report(
+    state: State,
+    record: str | None,
+    form: str | None,
+    output: str | None,
+    from_store: bool,
+    source: str | None,
+    listing: bool,
+    opens: bool,
+) -> None:
+    """Write a report of a tuning run: RECORD, or else the newest one.
+
+    `ejkernel tune` writes the records.
+    """
+    if listing:
+        _list(state)
+        return
+    if record is not None and from_store:
+        raise click.UsageError("give a RECORD or --from-store, not both")
+    from ..report import FORMATS, render
+    from ..report import write as write_report
+
+    run = _of_store(source) if from_store or source is not None else _of_record(record)
+    if form is None:
+        ending = pathlib.Path(output or "").suffix.lower().lstrip(".")
+        form = ending if ending in FORMATS else "html"
+    if state.as_json and output is None:
+        form, output = "json", "-"
+    if output is None:
+        output = "ejkernel-report.html" if form == "html" else "-"
+    if output == "-":
+        write(render(run, form) + "\n")  # type: ignore[arg-type]
+        return
+    file = write_report(run, output, form)  # type: ignore[arg-type]
+    if opens:
+        import webbrowser
+
+        webbrowser.open(file.resolve().as_uri())
+    data = {"report": str(file), "format": form, "title": run.title}
+    state.result(
+        data, f"report of {run.title}, {counted(len(run.operations), 'operation')}: {file}"
+    )
+
+
+def _of_store(source: str | None) -> Run:
+    from ..report import Run
+
+    place = open_place(source)
+    if place.store is None:
+        raise click.UsageError("--store: a report is of a store (a folder or a URL) or a record")
+    return Run.of_store(place.store)
+
+
+def _of_record(record: str | None) -> Run:
+    from ..report import Run
+
+    if record is None:
+        records = _records()
+        if not records:
+            raise Failure(
+                f"there is no record of a run in {runs_folder()}; `ejkernel tune` writes one. "
+                "--from-store makes a report of all that is stored"
+            )
+        return Run.load(records[-1])
+    return Run.load(record)
+
+
+def _records() -> list[pathlib.Path]:
+    """The records of earlier runs, the newest last: their names begin with the moment."""
+    return sorted(runs_folder().glob("*.json"))
+
+
+def _list(state: State) -> None:
+    from ..report import NotARun, Run
+
+    rows, data = [], []
+    for file in _records():
+        try:
+            run = Run.load(file)
+        except NotARun as error:
+            rows.append((str(file), "", "", str(error)))
+            continue
+        tuned = counted(len(run.operations), "operation")
+        rows.append((str(file), run.created, tuned, run.title))
+        data.append({"record": str(file), "created": run.created, "title": run.title})
+    if not rows:
+        state.result(data, f"no records in {runs_folder()}; `ejkernel tune` writes them")
+        return
+    state.result(data, table(("record", "made", "tuned", "of"), rows))

@@ -1,0 +1,182 @@
+"""Places with configs: the store of this user, any folder or database, bundle files."""
+
+from __future__ import annotations
+
+import fnmatch
+import pathlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .exits import Exit, Failure
+
+if TYPE_CHECKING:
+    from ..ops import PersistentCache
+    from ..store import Bundle
+
+Entry = dict[str, Any]
+
+MANY = 10_000_000  # entries: all of them
+
+
+class Place:
+    """A store or a bundle, with one interface.
+
+    Attributes:
+      shown: how messages call it.
+      store: the store; None for a bundle.
+      file: the file of a bundle.
+    """
+
+    def __init__(
+        self, shown: str, store: PersistentCache | None = None, file: pathlib.Path | None = None
+    ) -> None:
+        self.shown = shown
+        self.store = store
+        self.file = file
+        self._bundle: Bundle | None = None
+
+    def entries(self, op: str | None = None, device: str | None = None) -> list[Entry]:
+        """All entries, by operation, device and call; of an operation or device if one is given."""
+        listed = (
+            self.store.related(limit=MANY) if self.store is not None else list(self.as_bundle())
+        )
+        wanted = [
+            entry
+            for entry in listed
+            if isinstance(entry["key"], tuple) and _fits(entry["key"], op, device)
+        ]
+        return sorted(wanted, key=lambda entry: (entry["key"][1], entry["key"][0], entry["key"][2]))
+
+    def trials(self, entry: Entry) -> list[dict[str, Any]]:
+        """Every candidate of an entry; a bundle has none."""
+        return [] if self.store is None else self.store.trials(entry["key"])
+
+    def as_bundle(self, op: str | None = None, device: str | None = None) -> Bundle:
+        """Its entries as a bundle."""
+        from ..store import Bundle
+
+        if self.store is None:
+            if self._bundle is None:
+                assert self.file is not None
+                self._bundle = Bundle.load(self.file)
+            if op is None and device is None:
+                return self._bundle
+            return self._bundle.prune(lambda entry: not _fits(entry["key"], op, device))
+        counted = []
+        for entry in self.entries(op, device):
+            tried = len(self.trials(entry))
+            about = {**entry["about"], **({"tried": tried} if tried else {})}
+            counted.append({**entry, "about": about})
+        return Bundle(counted)
+
+    def remove(self, entries: list[Entry]) -> None:
+        """Take entries out, of a store one by one, of a bundle by writing it anew."""
+        if self.store is not None:
+            for entry in entries:
+                self.store.remove(entry["key"])
+            return
+        assert self.file is not None
+        gone = {tuple(entry["key"]) for entry in entries}
+        self.as_bundle().prune(lambda entry: tuple(entry["key"]) in gone).save(self.file)
+
+
+def open_place(given: str | None, *, must_exist: bool = True) -> Place:
+    """The place that a person named (None: the usual store), checked to be readable."""
+    if given is not None and _is_bundle(given):
+        file = pathlib.Path(given).expanduser()
+        if not file.exists():
+            raise Failure(f"there is no bundle {given!r}")
+        place = Place(str(file), file=file)
+        place.as_bundle()
+        return place
+    store = _opened(given)
+    if must_exist and given is not None and "://" not in given:
+        folder = pathlib.Path(given).expanduser()
+        if not folder.exists():
+            raise Failure(
+                f"there is no store in {given!r}: no such folder; name a folder, the URL of a "
+                "database, or a bundle file that ends with .json",
+                Exit.STORE,
+            )
+    store.check()
+    return Place(str(store.path), store)
+
+
+def open_store(given: str | None, opened: Place | None = None) -> PersistentCache:
+    """A store to write into: made if it does not exist, refused if it cannot be written."""
+    if given is not None and _is_bundle(given):
+        raise click.UsageError(
+            f"--store {given}: a bundle is a file to look at and to ship; give a folder or the URL "
+            "of a database, and write a bundle with `ejkernel configs export`"
+        )
+    store = _opened(given) if opened is None or opened.store is None else opened.store
+    store.check(write=True)
+    return store
+
+
+def _opened(given: str | None) -> PersistentCache:
+    from ..ops import PersistentCache
+
+    if given is not None and "://" not in given:
+        file = pathlib.Path(given).expanduser()
+        if file.is_file() and file.suffix in (".sqlite3", ".sqlite", ".db"):
+            given = f"sqlite:///{file.resolve()}"
+    try:
+        return PersistentCache(given)
+    except (ValueError, NotADirectoryError) as error:
+        raise click.UsageError(str(error).removeprefix("PersistentCache: ")) from error
+    except ModuleNotFoundError as error:
+        raise Failure(str(error).removeprefix("PersistentCache: "), Exit.MISSING) from error
+
+
+def _is_bundle(given: str) -> bool:
+    return "://" not in given and given.endswith(".json")
+
+
+def _fits(key: Any, op: str | None, device: str | None) -> bool:
+    if op is not None:
+        whole, bare = key[1], key[1].partition("@v")[0]
+        if not any(fnmatch.fnmatchcase(name, op) for name in (whole, bare)):
+            return False
+    if device == "here":
+        from ..ops import device_fingerprint
+
+        device = device_fingerprint()
+    return device is None or device in key[0]
+
+
+def find_entry(place: Place, wanted: str) -> Entry:
+    """The one entry that a person means: by its key, a beginning of it, a label or an operation."""
+    entries = place.entries()
+    text = wanted.partition("#")[2] or wanted  # a label without its prefix
+    op, _, key = text.rpartition(":")
+    found = [
+        entry
+        for entry in entries
+        if (not op or entry["key"][1] == op) and entry["key"][2].startswith(key)
+    ]
+    if not found:
+        found = [
+            entry
+            for entry in entries
+            if wanted in (entry["key"][1], entry["key"][1].partition("@v")[0])
+        ]
+    if len(found) > 1:
+        here = [entry for entry in found if _fits(entry["key"], None, "here")]
+        found = here if len(here) == 1 else found
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise click.UsageError(
+            f"{place.shown} has no entry {wanted!r}; `ejkernel configs list` shows the keys"
+        )
+    listed = "\n".join(f"  {_named(entry)}" for entry in found[:10])
+    more = f"\n  and {len(found) - 10} more" if len(found) > 10 else ""
+    raise click.UsageError(f"{wanted!r} fits {len(found)} entries; say which:\n{listed}{more}")
+
+
+def _named(entry: Mapping[str, Any]) -> str:
+    device, op_id, call_key = entry["key"]
+    return f"{op_id}:{call_key}  {entry['about'].get('signature', '')}  on {device}"

@@ -1,0 +1,97 @@
+"""Block sizes that are good on a CPU without measuring, and those worth measuring."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .layout import ceil_div
+from .options import Window
+
+# XLA on CPU divides a batch of matrix products among its threads only inside one product, and only
+# if that product's result has at least this many elements. Smaller tiles leave cores idle.
+_THREADED_TILE = 512 * 256
+
+# The scores of all heads in a tile: so many are still near when they are read again. Half as many
+# again as 8 heads need, because equal blocks are seldom the smallest that are large enough.
+_CACHED_TILE = 12 * _THREADED_TILE
+
+# Left and right of a window together, up to which small tiles skip more than threads would gain.
+_NARROW = 256
+
+
+class Blocks(NamedTuple):
+    """Most queries, keys, and key heads (those of all examples counted) in a tile."""
+
+    q: int
+    k: int
+    heads: int
+
+
+def default_blocks(
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    *,
+    causal: bool,
+    backward: bool,
+    window: Window | None = None,
+    by_example: bool = False,
+) -> Blocks:
+    """Blocks that are good, not best, on a CPU, for arrays of these shapes.
+
+    From interleaved timings (8 heads, lengths 64 to 4096, dimensions 32 to 128, two Zen 3 cores):
+
+    * The smallest tile that uses all cores wins: larger ones leave the caches and, if causal, reach
+      further beyond the diagonal; 1024 x 512 was 1.1 to 2 times slower, 256 x 256 up to 1.7 times.
+    * The forward pass prefers long query blocks, because each one reads all keys. In the backward
+      pass the roles are exchanged.
+    * If even the whole matrix is too small for threads, one tile is best, except in a causal
+      forward pass, where tiles of 64 skip almost half of the work.
+    * A narrow window is worth tiles that are too small for threads: they skip more.
+    * More than 8 heads at once leave the caches: a batch of 4 then takes up to 5 times as long.
+    * ``head_dim`` changed the times but never the order, so it is not used.
+
+    Where examples have lengths or segments of their own (`by_example`), one at a time skips most.
+    """
+    (batch, q_len, q_heads, _), (_, k_len, kv_heads, _) = q_shape, k_shape
+    group = q_heads // kv_heads  # the heads that share keys are rows of the same tile
+    left, right = window or (None, None)
+    narrow = left is not None and right is not None and left + right <= _NARROW
+    if group * q_len * k_len < _THREADED_TILE or narrow:
+        largest = 128 if narrow else 64 if causal and not backward else _THREADED_TILE
+        block_q, block_k = min(q_len, largest), min(k_len, largest)
+    elif backward:
+        block_k, block_q = _long_and_short_block(k_len, q_len, short_rows=group)
+    else:
+        block_q, block_k = _long_and_short_block(q_len, k_len, long_rows=group)
+    in_cache = max(1, _CACHED_TILE // (group * block_q * block_k))
+    heads = min(in_cache, kv_heads if by_example else batch * kv_heads)
+    return Blocks(block_q, block_k, heads)
+
+
+def candidate_blocks(
+    q_shape: tuple[int, ...], k_shape: tuple[int, ...], *, backward: bool
+) -> list[Blocks]:
+    """Blocks worth racing, each program once: a longer block than the sequence is the sequence."""
+    (batch, q_len, _, _), (_, k_len, kv_heads, _) = q_shape, k_shape
+    sides = _BACKWARD_SIDES if backward else _FORWARD_SIDES
+    heads = dict.fromkeys((batch * kv_heads, kv_heads, 1))
+    found = (Blocks(min(q, q_len), min(k, k_len), h) for q, k in sides for h in heads)
+    return list(dict.fromkeys(found))
+
+
+_FORWARD_SIDES = ((64, 64), (128, 128), (256, 256), (512, 256))
+_BACKWARD_SIDES = ((128, 128), (256, 256), (256, 512), (512, 512))
+
+
+def _long_and_short_block(
+    long_len: int, short_len: int, long_rows: int = 1, short_rows: int = 1
+) -> tuple[int, int]:
+    """A block of at most 512 rows, and the smallest other one that makes the tile large enough.
+
+    A query is as many rows of a tile as there are heads that share its keys.
+    """
+    most = max(1, 512 // long_rows)
+    long_block = ceil_div(long_len, ceil_div(long_len, most))  # equal blocks, as in Tiling
+    needed = ceil_div(_THREADED_TILE, long_block * long_rows * short_rows)
+    # Rounding the number of blocks down rounds the size of equal blocks up.
+    return long_block, ceil_div(short_len, max(1, short_len // needed))

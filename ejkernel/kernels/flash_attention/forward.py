@@ -1,0 +1,199 @@
+r"""The forward pass in plain JAX: tiles and an online softmax.
+
+Walking over the key blocks, every query row keeps three numbers: the largest score so far
+:math:`m`, the sum :math:`l = \sum_j e^{s_j - m}` and the output :math:`a = \sum_j e^{s_j - m} v_j`.
+A new block with scores :math:`s'` replaces them by
+
+.. math::
+    m' = \max(m, \max_j s'_j), \quad
+    l' = e^{m - m'} l + \sum_j e^{s'_j - m'}, \quad
+    a' = e^{m - m'} a + \sum_j e^{s'_j - m'} v_j ,
+
+and at the end :math:`o = a / l`, while :math:`\mathrm{lse} = m + \log l` is kept for the backward.
+A sink joins at the end, as one more key without a value. Dropout touches :math:`a` and not
+:math:`l`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .layout import (
+    Index,
+    block,
+    filled,
+    float32,
+    from_rows,
+    loop,
+    pad,
+    product,
+    set_block,
+    times,
+    to_rows,
+)
+from .options import Options
+from .slices import Slice, Slices
+from .tile import Tile, padded
+from .tiling import Needed, Tiling
+
+
+def forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    block_q: int,
+    block_k: int,
+    block_heads: int | None = None,
+    out_dtype: Any = None,
+    **keywords: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention, and the logarithm of its softmax denominators.
+
+    Args:
+      q: queries, `(batch, q_len, q_heads, head_dim)`.
+      k: keys, `(batch, k_len, kv_heads, head_dim)`; `kv_heads` divides `q_heads`.
+      v: values, `(batch, k_len, kv_heads, value_dim)`.
+      block_q: most queries in a tile.
+      block_k: most keys in a tile.
+      block_heads: most key heads in a tile, those of all examples counted; None: all.
+      out_dtype: dtype of the output; None: that of `q`.
+      **keywords: `causal`, `softmax_scale` and the other fields of `Options`.
+
+    Returns:
+      `out`, `(batch, q_len, q_heads, value_dim)`, and `lse`, float32, `(batch, q_heads, q_len)`,
+      -inf for a query that sees no key.
+    """
+    tiling = Tiling.of(q, k, block_q, block_k)
+    options = padded(Options(**keywords), tiling)
+    slices = Slices.of(q, k, block_heads)
+    q = pad(q, tiling.padded_q_len, 1)
+    k, v = pad(k, tiling.padded_k_len, 1), pad(v, tiling.padded_k_len, 1)
+    # The log-sum-exp travels as one more array of rows, with a single feature.
+    results = (
+        filled(q, v.shape[-1], 0.0, out_dtype or q.dtype),
+        filled(q, 1, 0.0, jnp.float32),
+    )
+
+    def attend(part: Slice, results: _Results) -> _Results:
+        arrays = (part.queries(q), part.keys(k), part.keys(v))
+        mine = (part.queries(results[0]), part.queries(results[1]))
+        out, lse = _attend(*arrays, mine, part.options(options), tiling)
+        return part.set(results[0], out), part.set(results[1], lse)
+
+    out, lse = slices.each(attend, results)
+    lse = lax.transpose(lax.squeeze(lse, (3,)), (0, 2, 1))
+    if tiling.padded_q_len == tiling.q_len:
+        return out, lse
+    return (
+        lax.slice_in_dim(out, 0, tiling.q_len, axis=1),
+        lax.slice_in_dim(lse, 0, tiling.q_len, axis=2),
+    )
+
+
+_Results = tuple[jax.Array, jax.Array]
+
+
+def _attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, results: _Results, options: Options, tiling: Tiling
+) -> _Results:
+    """Fill in the results of one slice."""
+    tile = Tile(tiling, options, keys_in_front=False)
+    needed = Needed.of(tiling, options)
+    # Every query block reads all keys and values, so they are brought into tile layout only once.
+    k_rows, v_rows = to_rows(k, group=1), to_rows(v, group=1)
+    scale = np.float32(options.softmax_scale)
+
+    def attend_block(i: Index, results: _Results) -> _Results:
+        q_block = float32(to_rows(block(q, i, tiling.block_q, 1), tiling.group))
+        q_block = lax.mul(q_block, scale)
+
+        def add_keys(j: Index, softmax: _Softmax, *, masked: bool) -> _Softmax:
+            k_block = float32(block(k_rows, j, tiling.block_k, 2))
+            v_block = float32(block(v_rows, j, tiling.block_k, 2))
+            scores, _ = tile.apply(product(q_block, k_block, 3, 3), i, j, masked=masked)
+            return softmax.add(scores, v_block, tile, i, j)
+
+        begin, whole, end = needed.keys_seen_by(i)
+        softmax = _Softmax.start(q_block, v.shape[-1])
+        if whole is not begin:
+            softmax = loop(begin, whole, partial(add_keys, masked=False), softmax)
+        softmax = loop(whole, end, partial(add_keys, masked=True), softmax)
+        out_block, lse_block = softmax.finish(tiling, options, i)
+        out, lse = results
+        return (
+            set_block(out, i, from_rows(out_block, tiling.group), 1),
+            set_block(lse, i, from_rows(lse_block, tiling.group), 1),
+        )
+
+    return loop(0, tiling.q_blocks, attend_block, results)
+
+
+class _Softmax(NamedTuple):
+    """The online softmax: what query rows remember of the keys they have met so far."""
+
+    largest: jax.Array  # (batch, kv_heads, rows, 1)
+    total: jax.Array  # (batch, kv_heads, rows, 1)
+    weighted: jax.Array  # (batch, kv_heads, rows, value_dim)
+
+    @staticmethod
+    def start(q_block: jax.Array, value_dim: int) -> _Softmax:
+        return _Softmax(
+            filled(q_block, 1, -jnp.inf, jnp.float32),
+            filled(q_block, 1, 0.0, jnp.float32),
+            filled(q_block, value_dim, 0.0, jnp.float32),
+        )
+
+    def add(
+        self, scores: jax.Array, v_block: jax.Array, tile: Tile, i: Index, j: Index
+    ) -> _Softmax:
+        largest = lax.max(self.largest, _over_keys(lax.reduce_max, scores))
+        # A row that has met nothing but -inf is shifted by nothing: -inf - -inf would be NaN.
+        shift = _finite(largest) if tile.may_hide_all_of_a_first_tile else largest
+        shrink = lax.exp(lax.sub(self.largest, shift))
+        weights = lax.exp(lax.sub(scores, shift))
+        total = lax.add(lax.mul(shrink, self.total), _over_keys(lax.reduce_sum, weights))
+        values = product(tile.dropped(weights, i, j), v_block, 3, 2)
+        return _Softmax(largest, total, lax.add(lax.mul(shrink, self.weighted), values))
+
+    def finish(self, tiling: Tiling, options: Options, i: Index) -> _Results:
+        """The output and the log-sum-exp; zeros and -inf where no key was met."""
+        largest, total, weighted = self
+        empty = lax.eq(total, np.float32(0))
+        if options.q_lengths is not None:
+            row = jnp.arange(tiling.block_q * tiling.group).reshape(-1, 1) // tiling.group
+            row = row + times(i, tiling.block_q) + options.first_query
+            empty = empty | (row >= options.q_lengths.reshape(-1, 1, 1, 1))
+            weighted = jnp.where(empty, 0.0, weighted)
+            largest = jnp.where(empty, -jnp.inf, largest)
+        if options.sinks is not None:
+            sinks = _sink_rows(options.sinks, tiling)
+            joint = jnp.maximum(_finite(largest), sinks)
+            shrink = lax.exp(lax.sub(largest, joint))
+            weighted = lax.mul(weighted, shrink)
+            total = lax.add(lax.mul(total, shrink), lax.exp(lax.sub(sinks, joint)))
+            largest = jnp.where(empty, -jnp.inf, joint)
+        total = lax.select(empty, lax.full_like(total, 1), total)
+        return lax.div(weighted, total), lax.add(largest, lax.log(total))
+
+
+def _over_keys(reduce: Any, scores: jax.Array) -> jax.Array:
+    return lax.expand_dims(reduce(scores, (3,)), (3,))
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    zeros = lax.full_like(x, 0)
+    return lax.select(lax.eq(x, np.float32(-np.inf)), zeros, x)
+
+
+def _sink_rows(sinks: jax.Array, tiling: Tiling) -> jax.Array:
+    """`(heads,)` as `(1, kv_heads, rows, 1)`."""
+    grouped = float32(sinks).reshape(-1, 1, tiling.group)
+    wide = jnp.broadcast_to(grouped, (grouped.shape[0], tiling.block_q, tiling.group))
+    return wide.reshape(1, -1, tiling.block_q * tiling.group, 1)

@@ -1,0 +1,166 @@
+"""How arrays are cut into blocks and laid out as rows of a tile.
+
+Everything here and in the passes is written with `jax.lax`, not `jax.numpy`: an operator of
+`jax.numpy` is a jitted function of its own, and dozens of them made tracing an attention three
+times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+Index: TypeAlias = int | jax.Array
+State = TypeVar("State")
+
+
+def to_rows(x: jax.Array, group: int) -> jax.Array:
+    """`(batch, length, heads, d)` to `(batch, heads / group, length * group, d)`.
+
+    The query heads that share a key head become extra rows, so keys are never repeated: row `r` is
+    query `r // group` of the `r % group`-th of those heads.
+    """
+    batch, length, heads, features = x.shape
+    if group == 1:
+        return lax.transpose(x, (0, 2, 1, 3))
+    x = lax.reshape(x, (batch, length, heads // group, group, features))
+    x = lax.transpose(x, (0, 2, 1, 3, 4))
+    return lax.reshape(x, (batch, heads // group, length * group, features))
+
+
+def from_rows(x: jax.Array, group: int) -> jax.Array:
+    """The inverse of `to_rows`."""
+    batch, kv_heads, rows, features = x.shape
+    if group == 1:
+        return lax.transpose(x, (0, 2, 1, 3))
+    x = lax.reshape(x, (batch, kv_heads, rows // group, group, features))
+    x = lax.transpose(x, (0, 2, 1, 3, 4))
+    return lax.reshape(x, (batch, rows // group, kv_heads * group, features))
+
+
+def block(x: jax.Array, index: Index, size: int, axis: int) -> jax.Array:
+    """The `index`-th block of `size` along an axis; the array itself if it is all of it."""
+    if size == x.shape[axis]:
+        return x
+    start = times(index, size)
+    return lax.dynamic_slice_in_dim(x, start, size, axis, allow_negative_indices=False)
+
+
+def set_block(x: jax.Array, index: Index, new: jax.Array, axis: int) -> jax.Array:
+    """The array with another `index`-th block along an axis."""
+    new = lax.convert_element_type(new, x.dtype)
+    if new.shape == x.shape:
+        return new
+    start = times(index, new.shape[axis])
+    return lax.dynamic_update_slice_in_dim(x, new, start, axis, allow_negative_indices=False)
+
+
+def pad(x: jax.Array, length: int, axis: int, value: float = 0.0) -> jax.Array:
+    """The array with `value` appended along an axis up to a length."""
+    missing = length - x.shape[axis]
+    if not missing:
+        return x
+    config = [(0, missing if i == axis % x.ndim else 0, 0) for i in range(x.ndim)]
+    return lax.pad(x, lax.convert_element_type(value, x.dtype), config)
+
+
+def filled(like: jax.Array, features: int, value: float, dtype: Any) -> jax.Array:
+    """A constant array with another last dimension; made of `like` to be sharded as it is."""
+    one = lax.full_like(lax.slice_in_dim(like, 0, 1, axis=like.ndim - 1), value, dtype)
+    return (
+        one
+        if features == 1
+        else lax.broadcast_in_dim(one, (*like.shape[:-1], features), tuple(range(like.ndim)))
+    )
+
+
+def float32(x: jax.Array) -> jax.Array:
+    """The array in float32, in which all arithmetic is done."""
+    return lax.convert_element_type(x, jnp.float32)
+
+
+def product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
+    """The matrix products of two `(batch, heads, ., .)` arrays, summed over one axis of each."""
+    dimensions = (((a_axis,), (b_axis,)), ((0, 1), (0, 1)))
+    return lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
+
+
+def loop(begin: Index, end: Index, body: Callable[[Index, State], State], state: State) -> State:
+    """`fori_loop`, except that a loop known to be empty leaves no trace in the program.
+
+    When a loop has at most one step, XLA recognises its work as independent of the loop counter and
+    moves it in front of the loop, where it is done even if the loop turns out to be empty. So
+    bounds are kept static where there is a single block, and a single step needs no loop.
+    """
+    if isinstance(begin, int) and isinstance(end, int):
+        if begin >= end:
+            return state
+        if begin + 1 == end:
+            return body(begin, state)
+
+    def step(carry: tuple[jax.Array, jax.Array, State]) -> tuple[jax.Array, jax.Array, State]:
+        index, end, state = carry
+        return lax.add(index, np.int32(1)), end, body(index, state)
+
+    start = (_int32(begin), _int32(end), state)
+    return lax.while_loop(lambda carry: lax.lt(carry[0], carry[1]), step, start)[2]
+
+
+# --- whole numbers that may be known or traced ---------------------------------------------------
+
+
+def times(index: Index, size: int) -> Index:
+    """Their product."""
+    return index * size if isinstance(index, int) else lax.mul(index, np.int32(size))
+
+
+def plus(index: Index, other: Index) -> Index:
+    """Their sum."""
+    if isinstance(index, int) and isinstance(other, int):
+        return index + other
+    return lax.add(_int32(index), _int32(other))
+
+
+def minus(index: Index) -> Index:
+    """The number with the other sign."""
+    return -index if isinstance(index, int) else lax.neg(index)
+
+
+def clamp(low: int, index: Index, high: int) -> Index:
+    """The number, or the bound it is beyond."""
+    if isinstance(index, int):
+        return min(max(low, index), high)
+    return lax.clamp(np.int32(low), index, np.int32(high))
+
+
+def quotient(index: Index, size: int) -> Index:
+    """How many whole blocks fit into `index >= 0`."""
+    return index // size if isinstance(index, int) else lax.div(index, np.int32(size))
+
+
+def smaller(index: Index, other: Index) -> Index:
+    """The smaller of two."""
+    if isinstance(index, int) and isinstance(other, int):
+        return min(index, other)
+    return lax.min(_int32(index), _int32(other))
+
+
+def larger(index: Index, other: Index) -> Index:
+    """The larger of two."""
+    if isinstance(index, int) and isinstance(other, int):
+        return max(index, other)
+    return lax.max(_int32(index), _int32(other))
+
+
+def _int32(index: Index) -> Any:
+    return np.int32(index) if isinstance(index, int) else index
+
+
+def ceil_div(a: int, b: int) -> int:
+    """How many blocks of `b` cover `a`."""
+    return -(-a // b)

@@ -1,0 +1,216 @@
+"""What the Pallas kernels of both accelerators share: tiles, and which of them are needed.
+
+Nothing here imports Pallas. Functions of block indices work on Python integers, to size a grid, and
+on traced ones, inside a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .options import Options
+
+Index: TypeAlias = Any  # an int, or a traced int32 scalar
+
+# Both are finite, because -inf - -inf is NaN. A running maximum starts at LOWEST_MAXIMUM, so that
+# the exponential of a hidden score is exactly zero even in a row that has seen no key yet.
+HIDDEN_SCORE = -1e30
+LOWEST_MAXIMUM = -0.5e30
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the score matrix is cut, and which tiles the positions of their keys leave out."""
+
+    q_len: int
+    kv_len: int
+    block_q: int
+    block_k: int
+    left: int | None
+    right: int | None
+
+    @property
+    def q_blocks(self) -> int:
+        """Number of query blocks."""
+        return ceil_div(self.q_len, self.block_q)
+
+    @property
+    def k_blocks(self) -> int:
+        """Number of key blocks."""
+        return ceil_div(self.kv_len, self.block_k)
+
+    @property
+    def padded_q_len(self) -> int:
+        """Queries in all blocks."""
+        return self.q_blocks * self.block_q
+
+    @property
+    def padded_kv_len(self) -> int:
+        """Keys in all blocks."""
+        return self.k_blocks * self.block_k
+
+    def keys_of(self, i: Index) -> tuple[Index, Index]:
+        """The key blocks `begin <= j < end` that query block `i` sees anything of."""
+        begin: Index = 0
+        end: Index = self.k_blocks
+        if self.left is not None:
+            begin = _block_of(i * self.block_q - self.left, self.block_k, self.kv_len)
+        if self.right is not None:
+            past_key = least((i + 1) * self.block_q, self.q_len) + self.right
+            end = least(divide(past_key + self.block_k - 1, self.block_k), self.k_blocks)
+        return begin, end
+
+    def queries_of(self, j: Index) -> tuple[Index, Index]:
+        """The query blocks `begin <= i < end` that see anything of key block `j`."""
+        begin: Index = 0
+        end: Index = self.q_blocks
+        if self.right is not None:
+            begin = _block_of(j * self.block_k - self.right, self.block_q, self.q_len)
+        if self.left is not None:
+            past_query = least((j + 1) * self.block_k, self.kv_len) + self.left
+            end = least(divide(past_query + self.block_q - 1, self.block_q), self.q_blocks)
+        return begin, end
+
+    def whole_keys_of(self, i: Index) -> tuple[Index, Index]:
+        """The key blocks `begin <= j < end` that query block `i` sees wholly."""
+        begin, last = self.keys_of(i)
+        end = least(last, self.kv_len // self.block_k)
+        if self.left is not None:
+            first_key = most((i + 1) * self.block_q - 1 - self.left, 0)
+            begin = most(begin, divide(first_key + self.block_k - 1, self.block_k))
+        if self.right is not None:
+            past_key = most(i * self.block_q + self.right + 1, 0)
+            end = least(end, divide(past_key, self.block_k))
+        begin = least(begin, last)
+        return begin, most(begin, end)
+
+    def whole_queries_of(self, j: Index) -> tuple[Index, Index]:
+        """The query blocks `begin <= i < end` that see key block `j` wholly."""
+        begin, end = self.queries_of(j)
+        last = end
+        if self.right is not None:
+            first_query = most((j + 1) * self.block_k - 1 - self.right, 0)
+            begin = most(begin, divide(first_query + self.block_q - 1, self.block_q))
+        if self.left is not None:
+            past_query = most(j * self.block_k + self.left + 1, 0)
+            end = least(end, divide(past_query, self.block_q))
+        begin = least(begin, last)
+        end = most(begin, end)
+        if self.kv_len < self.padded_kv_len:
+            # The last key block has keys that do not exist: nobody sees it wholly.
+            is_padded = (j + 1) * self.block_k > self.kv_len
+            end = jnp.where(is_padded, jnp.asarray(begin, jnp.int32), jnp.asarray(end, jnp.int32))
+        return begin, end
+
+    @property
+    def key_steps(self) -> int:
+        """The most key blocks that a query block sees: as many steps does a grid need."""
+        return _longest(self.keys_of(i) for i in range(self.q_blocks))
+
+    @property
+    def query_steps(self) -> int:
+        """The most query blocks that see a key block."""
+        return _longest(self.queries_of(j) for j in range(self.k_blocks))
+
+    def whole(self, i: Index, j: Index) -> Index:
+        """Whether every position of tile `(i, j)` is visible: then nothing has to be compared."""
+        answer: Index = True
+        if self.kv_len < self.padded_kv_len:
+            answer = (j + 1) * self.block_k <= self.kv_len
+        if self.right is not None:
+            answer &= (j + 1) * self.block_k - 1 <= i * self.block_q + self.right
+        if self.left is not None:
+            answer &= j * self.block_k >= (i + 1) * self.block_q - 1 - self.left
+        return answer
+
+    def visible(self, i: Index, j: Index, kv_length: Index = None, *, keys_first: bool) -> Any:
+        """Which positions of tile `(i, j)` count, or None if all do.
+
+        The tile is `(block_q, block_k)`, or `(block_k, block_q)` with `keys_first`.
+        """
+        shape = (self.block_k, self.block_q) if keys_first else (self.block_q, self.block_k)
+        query = i * self.block_q + lax.broadcasted_iota(jnp.int32, shape, int(keys_first))
+        key = j * self.block_k + lax.broadcasted_iota(jnp.int32, shape, int(not keys_first))
+        conditions = []
+        if kv_length is not None:
+            conditions.append(key < kv_length)
+        elif self.kv_len < self.padded_kv_len:
+            conditions.append(key < self.kv_len)
+        if self.right is not None:
+            conditions.append(key <= query + self.right)
+        if self.left is not None:
+            conditions.append(key >= query - self.left)
+        return both(*conditions)
+
+
+def both(*conditions: Any) -> Any:
+    """Their conjunction; None stands for a condition that always holds."""
+    answer = None
+    for condition in conditions:
+        if condition is not None:
+            answer = condition if answer is None else jnp.logical_and(answer, condition)
+    return answer
+
+
+def hidden_by_value(options: Options) -> bool:
+    """Whether what is visible depends on more than positions."""
+    by_value = (options.mask, options.segment_ids, options.kv_lengths)
+    return any(x is not None for x in by_value)
+
+
+def delta_of(out: jax.Array, dout: jax.Array, dlse: jax.Array | None) -> jax.Array:
+    r"""`(batch, heads, q_len)`: what the softmax subtracts from the gradient of a row's weights.
+
+    :math:`\delta_i = \sum_d do_{id} o_{id}`, less the gradient of the log-sum-exp: its derivative
+    by a score is the score's weight, so it enters in the same place with the other sign.
+    """
+    delta = jnp.einsum("bqhd,bqhd->bhq", dout.astype(jnp.float32), out.astype(jnp.float32))
+    return delta if dlse is None else delta - dlse.astype(jnp.float32)
+
+
+def without_empty_rows(lse: jax.Array) -> jax.Array:
+    """The log-sum-exp as a backward kernel wants it: a row without keys has no weights at all."""
+    return jnp.where(jnp.isneginf(lse), -HIDDEN_SCORE, lse.astype(jnp.float32))
+
+
+def sinks_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
+    """A sink is a score whose value is zero: its gradient is that of any other score."""
+    logits = sinks.astype(jnp.float32)[None, :, None]
+    weights = jnp.exp(logits - without_empty_rows(lse))
+    return -jnp.sum(weights * delta, axis=(0, 2)).astype(sinks.dtype)
+
+
+def _block_of(position: Index, block: int, length: int) -> Index:
+    """The block that holds a position; that of a position beyond the end is beyond the last."""
+    position = least(most(position, 0), length)
+    return divide(position + block * (position >= length), block)
+
+
+def ceil_div(a: int, b: int) -> int:
+    """`a / b`, rounded up."""
+    return -(-a // b)
+
+
+def divide(a: Index, b: int) -> Index:
+    """`a // b` of numbers that are not negative: traced, `//` costs more for their signs."""
+    return a // b if isinstance(a, int) else lax.div(a, jnp.int32(b))
+
+
+def least(a: Index, b: Index) -> Index:
+    """The smaller one."""
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
+
+
+def most(a: Index, b: Index) -> Index:
+    """The larger one."""
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
+
+
+def _longest(ranges: Iterable[tuple[int, int]]) -> int:
+    return max(1, max(end - begin for begin, end in ranges))

@@ -1,0 +1,135 @@
+"""Some examples and heads at a time: tiles that stay in the cache, and bounds of their own.
+
+All heads of all examples in one tile is the fewest steps. Fewer of them are a smaller tile, and
+where examples have their own lengths or segments, one example at a time skips the most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import numpy as np
+from jax import lax
+
+from .layout import Index, block, loop, times
+from .options import Options
+
+State = TypeVar("State")
+
+
+@dataclasses.dataclass(frozen=True)
+class Slices:
+    """How the examples and key heads of a call are shared out."""
+
+    batch: int
+    kv_heads: int
+    group: int
+    examples: int  # in a slice
+    heads: int  # key heads in a slice
+
+    @staticmethod
+    def of(q: jax.Array, k: jax.Array, block_heads: int | None) -> Slices:
+        """Slices of at most so many key heads, those of all examples counted; None: all."""
+        batch, kv_heads = k.shape[0], k.shape[2]
+        group = q.shape[2] // kv_heads
+        if block_heads is None or block_heads >= batch * kv_heads:
+            return Slices(batch, kv_heads, group, batch, kv_heads)
+        examples = _largest_divisor(batch, block_heads // kv_heads)
+        return Slices(batch, kv_heads, group, examples, _largest_divisor(kv_heads, block_heads))
+
+    @property
+    def count(self) -> int:
+        return (self.batch // self.examples) * (self.kv_heads // self.heads)
+
+    def each(self, body: Callable[[Slice, State], State], state: State) -> State:
+        """Pass the state through `body`, once for every slice."""
+
+        def step(n: Index, state: State) -> State:
+            rows = self.kv_heads // self.heads
+            if isinstance(n, int):
+                return body(Slice(self, n // rows, n % rows), state)
+            size = np.int32(rows)
+            return body(Slice(self, lax.div(n, size), lax.rem(n, size)), state)
+
+        return loop(0, self.count, step, state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """One of them, by the number of its block of examples and of its block of heads."""
+
+    slices: Slices
+    example: Index
+    head: Index
+
+    @property
+    def is_all(self) -> bool:
+        return self.slices.count == 1
+
+    def queries(self, x: jax.Array) -> jax.Array:
+        """Its part of a `(batch, length, heads, d)` array."""
+        return self._take(x, 2, self.slices.heads * self.slices.group)
+
+    def keys(self, x: jax.Array) -> jax.Array:
+        """Its part of a `(batch, length, kv_heads, d)` array."""
+        return self._take(x, 2, self.slices.heads)
+
+    def set(self, x: jax.Array, part: jax.Array) -> jax.Array:
+        """A `(batch, length, heads or kv_heads, d)` array with its part replaced."""
+        return self._put(x, part, 2)
+
+    def of_table(self, x: jax.Array) -> jax.Array:
+        """Its part of a `(batch, heads, queries, keys)` array, in which axes may be 1."""
+        return self._take(x, 1, self.slices.heads * self.slices.group)
+
+    def set_table(self, x: jax.Array, part: jax.Array) -> jax.Array:
+        """The same array with this part replaced."""
+        return self._put(x, part, 1)
+
+    def options(self, options: Options) -> Options:
+        """Its part of the options."""
+        if self.is_all:
+            return options
+        rows = self.slices.heads * self.slices.group
+
+        def examples(x: jax.Array | None) -> jax.Array | None:
+            return None if x is None else block(x, self.example, self.slices.examples, 0)
+
+        def table(x: jax.Array | None) -> jax.Array | None:
+            return None if x is None else self.of_table(x)
+
+        sinks = options.sinks
+        return options.replace(
+            bias=table(options.bias),
+            mask=table(options.mask),
+            segment_ids=examples(options.segment_ids),
+            kv_segment_ids=examples(options.kv_segment_ids),
+            q_lengths=examples(options.q_lengths),
+            kv_lengths=examples(options.kv_lengths),
+            sinks=None if sinks is None else block(sinks, self.head, rows, 0),
+            first_example=times(self.example, self.slices.examples),
+            first_head=times(self.head, rows),
+        )
+
+    def _take(self, x: jax.Array, head_axis: int, heads: int) -> jax.Array:
+        if x.shape[0] > 1:
+            x = block(x, self.example, self.slices.examples, 0)
+        return block(x, self.head, heads, head_axis) if x.shape[head_axis] > 1 else x
+
+    def _put(self, x: jax.Array, part: jax.Array, head_axis: int) -> jax.Array:
+        part = lax.convert_element_type(part, x.dtype)
+        if part.shape == x.shape:
+            return part
+        starts: list[Index] = [0] * x.ndim
+        if x.shape[0] > 1:
+            starts[0] = times(self.example, part.shape[0])
+        if x.shape[head_axis] > 1:
+            starts[head_axis] = times(self.head, part.shape[head_axis])
+        return lax.dynamic_update_slice(x, part, starts, allow_negative_indices=False)
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return max((d for d in range(1, number + 1) if number % d == 0 and d <= limit), default=1)

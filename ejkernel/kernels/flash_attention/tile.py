@@ -1,0 +1,207 @@
+"""One tile of scores: soft cap, bias, what is hidden, what is dropped.
+
+Tiles are seen with five axes, `(batch, kv_heads, queries, group, keys)`; the backward pass holds
+them with the keys in front, `(batch, kv_heads, keys, queries, group)`. Everything that differs
+between the two is here, so that both passes compute the same scores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .dropout import keep_mask
+from .layout import Index, block, float32, minus, pad, plus, set_block, times
+from .options import Options
+from .tiling import Tiling
+
+_KEYS_IN_FRONT = (0, 1, 4, 2, 3)
+_KEYS_LAST = (0, 1, 3, 4, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """The scores of query block `i` against key block `j`, for some examples and heads."""
+
+    tiling: Tiling
+    options: Options
+    keys_in_front: bool
+
+    @property
+    def may_hide_all_of_a_first_tile(self) -> bool:
+        """True if a query may see nothing of the first tile that it meets.
+
+        By position alone it cannot: every query sees the first key, if there is one.
+        """
+        options = self.options
+        elsewhere = not isinstance(options.first_key, int)
+        unseen = options.hides_anywhere or options.bias is not None or self.tiling.k_len == 0
+        return unseen or elsewhere
+
+    def apply(
+        self, products: jax.Array, i: Index, j: Index, *, masked: bool
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Scores from scaled products of queries and keys, and the slope of the soft cap, if any.
+
+        What does not count becomes -inf; only if `masked`, because most tiles hide nothing.
+        """
+        options = self.options
+        if not masked and options.bias is None and options.logits_soft_cap is None:
+            return products, None
+        shape = products.shape
+        scores = self._with_five_axes(products)
+        slope = None
+        if options.logits_soft_cap is not None:
+            bent = lax.tanh(lax.mul(scores, np.float32(1 / options.logits_soft_cap)))
+            scores = lax.mul(bent, np.float32(options.logits_soft_cap))
+            slope = lax.reshape(lax.sub(np.float32(1), lax.mul(bent, bent)), shape)
+        if options.bias is not None:
+            scores = lax.add(scores, float32(self._part(options.bias, i, j)))
+        if masked:
+            hidden = lax.full_like(scores, -jnp.inf)
+            visible = self._visible(i, j)
+            if visible is not None:
+                visible = lax.broadcast_in_dim(visible, scores.shape, range(5))
+                scores = lax.select(visible, scores, hidden)
+        return lax.reshape(scores, shape), slope
+
+    def dropped(self, weights: jax.Array, i: Index, j: Index) -> jax.Array:
+        """Weights after dropout: zero, or larger by as much as is dropped on average."""
+        rate, key = self.options.dropout_rate, self.options.dropout_key
+        if key is None:
+            return weights
+        five = self._with_five_axes(weights)
+        batch, kv_heads, queries, group, keys = self._canonical(five.shape)
+        heads = jnp.arange(kv_heads * group).reshape(kv_heads, 1, group, 1)
+        keep = keep_mask(
+            rate,
+            key,
+            jnp.arange(batch).reshape(batch, 1, 1, 1, 1) + self.options.first_example,
+            heads + self.options.first_head,
+            jnp.arange(queries).reshape(queries, 1, 1) + self._first_query(i),
+            jnp.arange(keys) + self._first_key(j),
+        )
+        kept = jnp.where(self._placed(keep), five * np.float32(1 / (1 - rate)), 0.0)
+        return lax.reshape(kept, weights.shape)
+
+    def add_to_bias_gradient(
+        self, gradient: jax.Array, d_scores: jax.Array, i: Index, j: Index
+    ) -> jax.Array:
+        """The gradient of the bias, of the padded bias's shape, with that of one tile added."""
+        five = self._with_five_axes(d_scores)
+        if self.keys_in_front:
+            five = lax.transpose(five, _KEYS_LAST)
+        batch, kv_heads, queries, group, keys = five.shape
+        tile = lax.reshape(
+            lax.transpose(five, (0, 1, 3, 2, 4)), (batch, kv_heads * group, queries, keys)
+        )
+        once = tuple(axis for axis in range(4) if gradient.shape[axis] == 1 < tile.shape[axis])
+        tile = jnp.sum(tile, axis=once, keepdims=True)
+        queries, keys = tile.shape[2], tile.shape[3]
+        i = 0 if gradient.shape[2] == queries else i
+        j = 0 if gradient.shape[3] == keys else j
+        rows = block(gradient, i, queries, 2)
+        columns = lax.add(block(rows, j, keys, 3), tile)
+        return set_block(gradient, i, set_block(rows, j, columns, 3), 2)
+
+    # --- parts -----------------------------------------------------------------------------------
+
+    def _visible(self, i: Index, j: Index) -> jax.Array | None:
+        """Which scores count, `(batch or 1, heads or 1, queries, group or 1, keys)` as placed."""
+        options, tiling = self.options, self.tiling
+        parts = []
+        left, right = options.band
+        key = self._iota(tiling.block_k, axis=4)
+        if left is not None or right is not None:
+            # Positions, not differences of them: a table of those would be the same for all tiles,
+            # and XLA would keep it in memory and read it instead of comparing.
+            query = self._iota(tiling.block_q, axis=2)
+            start = plus(self._first_key(j), minus(self._first_query(i)))
+            position = lax.add(key, _scalar(start))
+            if right is not None:
+                parts.append(lax.le(position, lax.add(query, np.int32(right))))
+            if left is not None:
+                parts.append(lax.ge(position, lax.sub(query, np.int32(left))))
+        if tiling.k_len < tiling.padded_k_len:
+            real = plus(tiling.k_len, minus(times(j, tiling.block_k)))
+            parts.append(lax.lt(key, _scalar(real)))
+        if options.kv_lengths is not None:
+            lengths = options.kv_lengths.reshape(-1, 1, 1, 1, 1)
+            parts.append(key + self._first_key(j) < lengths)
+        if options.segment_ids is not None and options.kv_segment_ids is not None:
+            parts.append(self._same_segment(options.segment_ids, options.kv_segment_ids, i, j))
+        if options.mask is not None:
+            parts.append(self._part(options.mask, i, j))
+        visible = None
+        for part in parts:
+            visible = part if visible is None else lax.bitwise_and(*_same_shape(visible, part))
+        return visible
+
+    def _same_segment(self, q_ids: jax.Array, k_ids: jax.Array, i: Index, j: Index) -> jax.Array:
+        q_ids = block(pad(q_ids, self.tiling.padded_q_len, 1), i, self.tiling.block_q, 1)
+        k_ids = block(pad(k_ids, self.tiling.padded_k_len, 1), j, self.tiling.block_k, 1)
+        return self._placed(q_ids[:, None, :, None, None] == k_ids[:, None, None, None, :])
+
+    def _part(self, x: jax.Array, i: Index, j: Index) -> jax.Array:
+        """Of a `(batch, heads, queries, keys)` array, axes of 1 included, what this tile needs."""
+        if x.shape[2] > 1:
+            x = block(x, i, self.tiling.block_q, 2)
+        if x.shape[3] > 1:
+            x = block(x, j, self.tiling.block_k, 3)
+        batch, heads, queries, keys = x.shape
+        group = 1 if heads == 1 else self.tiling.group
+        x = lax.reshape(x, (batch, heads // group, group, queries, keys))
+        return self._placed(lax.transpose(x, (0, 1, 3, 2, 4)))
+
+    def _iota(self, size: int, axis: int) -> jax.Array:
+        """Counts along one of the five axes, named by its place in the forward pass."""
+        place = _KEYS_IN_FRONT.index(axis) if self.keys_in_front else axis
+        shape = [1] * 5
+        shape[place] = size
+        return lax.broadcasted_iota(np.int32, shape, place)
+
+    def _placed(self, x: jax.Array) -> jax.Array:
+        return lax.transpose(x, _KEYS_IN_FRONT) if self.keys_in_front else x
+
+    def _canonical(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(shape[a] for a in _KEYS_LAST) if self.keys_in_front else shape
+
+    def _with_five_axes(self, tile: jax.Array) -> jax.Array:
+        batch, heads, rows, columns = tile.shape
+        group = self.tiling.group
+        if self.keys_in_front:
+            return lax.reshape(tile, (batch, heads, rows, columns // group, group))
+        return lax.reshape(tile, (batch, heads, rows // group, group, columns))
+
+    def _first_query(self, i: Index) -> Index:
+        return plus(self.options.first_query, times(i, self.tiling.block_q))
+
+    def _first_key(self, j: Index) -> Index:
+        return plus(self.options.first_key, times(j, self.tiling.block_k))
+
+
+def _scalar(index: Index) -> jax.Array | np.int32:
+    """The number as an operand of `lax`."""
+    return np.int32(index) if isinstance(index, int) else index
+
+
+def _same_shape(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    shape = np.broadcast_shapes(a.shape, b.shape)
+    wide = [lax.broadcast_in_dim(x, shape, range(5)) for x in (a, b)]
+    return wide[0], wide[1]
+
+
+def padded(options: Options, tiling: Tiling) -> Options:
+    """The options with bias and mask as long as the padded sequences, where they are not 1."""
+
+    def fit(x: jax.Array | None) -> jax.Array | None:
+        if x is None:
+            return None
+        x = pad(x, tiling.padded_q_len, 2) if x.shape[2] > 1 else x
+        return pad(x, tiling.padded_k_len, 3) if x.shape[3] > 1 else x
+
+    return options.replace(bias=fit(options.bias), mask=fit(options.mask))

@@ -1,0 +1,278 @@
+r"""One chunk of one head: the mathematics that every chunked implementation shares.
+
+A chunk holds :math:`C` tokens, so ``q``, ``k`` and ``g`` are ``(C, key_dim)``, ``v`` is
+``(C, value_dim)``, and the state is kept transposed, :math:`T = S^\top`, because then the decay of
+a chunk is a row that is broadcast. The scale is already in ``q``. With the sums of the decays
+from the chunk's beginning to a token, and from behind a token to the chunk's end,
+
+.. math::
+    P_t = \sum_{u \le t} g_u, \quad R_j = \sum_{u > j} g_u, \quad
+    A_{tj} = \sum_d q_{td} \, k_{jd} \, e^{\sum_{j < u \le t} g_{ud}} \;\; (j \le t), \\
+    O = A V + (Q \odot e^{P}) \, T^\top, \qquad
+    T' = e^{\sum g} \odot T + V^\top (K \odot e^{R}) .
+
+**No positive exponents, no differences.** :math:`A` would be one matrix product if its exponent
+were split into :math:`e^{P_t} e^{-P_j}`, but :math:`e^{-P_j}` overflows under strong decay, and a
+difference of sums has lost the small decays behind a large one. Instead the chunk is halved
+again and again. At the level of halves of :math:`s` tokens, a pair of a token in a right half and
+one in its left half is split at the middle: :math:`X_t` is the decay from the middle to :math:`t`,
+:math:`X_j` that from :math:`j` to the middle. Both are exponentials of plain sums of :math:`g`,
+:math:`X = e^{W_s g}` with a matrix :math:`W_s` of zeros and ones, and
+
+.. math::
+    A = \operatorname{diag}(q_t \cdot k_t) +
+        \sum_{s = 1, 2, 4, \dots} M_s \odot (Q \odot X_s)(K \odot X_s)^\top ,
+
+where :math:`M_s` marks those pairs. The gradient of ``g`` is, likewise, made of sums alone.
+
+If ``g`` is one number per token, ``(C, 1)``, the exponents form a matrix :math:`L (g_u [u > j])`
+with the lower triangle :math:`L`, and :math:`A = Q K^\top \odot e^{\dots}` needs no levels.
+
+Everything is two-dimensional products, elementwise arithmetic and sums over one axis, which is what
+the Pallas compilers take; the XLA implementation maps it over rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Precision: TypeAlias = lax.Precision | lax.DotAlgorithmPreset
+Level: TypeAlias = int | jax.Array
+Sums = TypeVar("Sums")
+
+# A decay from which nothing is left: exp of it is zero, and sums of many of it are still finite,
+# unlike those of -inf, of which a product with a zero is NaN.
+FORGET = -1e30
+
+
+class Gradients(NamedTuple):
+    """Gradients of what went into a chunk; ``g`` is None if it was."""
+
+    state: jax.Array
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    g: jax.Array | None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The products of one chunk.
+
+    Args:
+        size: Tokens, a power of two.
+        precision: Of the products.
+        exact: Of the products with zeros and ones, that is sums: that of float32 in some form.
+        unrolled: Whether the levels are written out one after the other, or are a loop.
+    """
+
+    size: int
+    precision: Precision = lax.Precision.HIGHEST
+    exact: Precision = lax.Precision.HIGHEST
+    unrolled: bool = True
+
+    def forward(
+        self, state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """The transposed state after the chunk, and the outputs."""
+        decays = self._decays(g, q)
+        out = self._dot(self._inside(q, k, g), v) + self._dot_t(decays.begin(q), state)
+        return self._next_state(state, decays, k, v), out
+
+    def advance(
+        self, state: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None
+    ) -> jax.Array:
+        """The transposed state after the chunk, alone."""
+        return self._next_state(state, self._decays(g, k), k, v)
+
+    def backward(
+        self,
+        state: jax.Array,
+        dstate: jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        g: jax.Array | None,
+        dout: jax.Array,
+    ) -> Gradients:
+        """Gradients, from the state before the chunk and the gradient of the one after it."""
+        decays = self._decays(g, q)
+        early, late = decays.begin(q), decays.end(k)
+        d_early, d_late = self._dot(dout, state), self._dot(v, dstate)
+        inside = self._inside(q, k, g)
+        dq, dk, dg = self._inside_backward(q, k, g, self._dot_t(dout, v))
+        dv = self._t_dot(inside, dout) + self._dot_t(late, dstate)
+        dstate_before = decays.whole(dstate) + self._t_dot(dout, early)
+        if g is not None:
+            whole = jnp.sum(decays.whole(dstate) * state, axis=0, keepdims=True)
+            by_channel = (
+                self._sum(self._triangle().T, early * d_early)
+                + self._sum(self._behind().T, late * d_late)
+                + whole
+            )
+            if g.shape[1] == 1:
+                by_channel = jnp.sum(by_channel, axis=1, keepdims=True)
+            dg = by_channel if dg is None else dg + by_channel
+        return Gradients(dstate_before, dq + decays.begin(d_early), dk + decays.end(d_late), dv, dg)
+
+    # --- between chunks ---------------------------------------------------------------------------
+
+    def _decays(self, g: jax.Array | None, like: jax.Array) -> _Decays:
+        if g is None:
+            return _Decays(None, None, None)
+        # One number per token is spread over the channels: a product with one column is not
+        # something that matrix units do.
+        g = jnp.broadcast_to(g, like.shape)
+        return _Decays(
+            begin_to=jnp.exp(self._sum(self._triangle(), g)),
+            to_end=jnp.exp(self._sum(self._behind(), g)),
+            all=jnp.exp(jnp.sum(g, axis=0, keepdims=True)),
+        )
+
+    def _next_state(
+        self, state: jax.Array, decays: _Decays, k: jax.Array, v: jax.Array
+    ) -> jax.Array:
+        return decays.whole(state) + self._t_dot(v, decays.end(k))
+
+    # --- inside a chunk ---------------------------------------------------------------------------
+
+    def _inside(self, q: jax.Array, k: jax.Array, g: jax.Array | None) -> jax.Array:
+        """The weights of the chunk's tokens for each other, zero above the diagonal."""
+        t, j = self._token(0), self._token(1)
+        scores = self._dot_t(q, k)
+        if g is None:
+            return jnp.where(j <= t, scores, 0.0)
+        if g.shape[1] == 1:
+            return jnp.where(j <= t, scores * jnp.exp(self._between(g)), 0.0)
+
+        def add_level(level: Level, weights: jax.Array) -> jax.Array:
+            decay = self._from_middle(g, level)
+            return jnp.where(self._pairs(level), self._dot_t(q * decay, k * decay), weights)
+
+        return self._for_levels(add_level, jnp.where(j == t, scores, 0.0))
+
+    def _inside_backward(
+        self, q: jax.Array, k: jax.Array, g: jax.Array | None, dweights: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        t, j = self._token(0), self._token(1)
+        if g is None:
+            dscores = jnp.where(j <= t, dweights, 0.0)
+            return self._dot(dscores, k), self._t_dot(dscores, q), None
+        if g.shape[1] == 1:
+            dscores = jnp.where(j <= t, dweights * jnp.exp(self._between(g)), 0.0)
+            dbetween = self._sum(self._triangle().T, dscores * self._dot_t(q, k))
+            dg = jnp.sum(jnp.where(j < t, dbetween, 0.0), axis=1, keepdims=True)
+            return self._dot(dscores, k), self._t_dot(dscores, q), dg
+        diagonal = jnp.where(j == t, dweights, 0.0)
+
+        def add_level(
+            level: Level, sums: tuple[jax.Array, jax.Array, jax.Array]
+        ) -> tuple[jax.Array, jax.Array, jax.Array]:
+            dq, dk, dg = sums
+            decay = self._from_middle(g, level)
+            dscores = jnp.where(self._pairs(level), dweights, 0.0)
+            dq_level = self._dot(dscores, k * decay) * decay
+            dk_level = self._t_dot(dscores, q * decay) * decay
+            dg = dg + self._sum(self._middle(level).T, q * dq_level + k * dk_level)
+            return dq + dq_level, dk + dk_level, dg
+
+        start = self._dot(diagonal, k), self._t_dot(diagonal, q), jnp.zeros_like(g)
+        return self._for_levels(add_level, start)
+
+    def _between(self, g: jax.Array) -> jax.Array:
+        """The sum of ``g`` from behind token j up to token t, where j < t; zero elsewhere."""
+        return self._sum(
+            self._triangle(), jnp.where(self._token(1) < self._token(0), g + self._zeros(), 0.0)
+        )
+
+    def _from_middle(self, g: jax.Array, level: Level) -> jax.Array:
+        return jnp.exp(self._sum(self._middle(level), g))
+
+    # --- matrices of zeros and ones ---------------------------------------------------------------
+
+    def _for_levels(self, add: Callable[[Level, Sums], Sums], sums: Sums) -> Sums:
+        """`add` for every level, which is the logarithm of the size of a half."""
+        count = self.size.bit_length() - 1
+        if not self.unrolled:
+            result: Sums = lax.fori_loop(0, count, add, sums)
+            return result
+        for level in range(count):
+            sums = add(level, sums)
+        return sums
+
+    def _pairs(self, level: Level) -> jax.Array:
+        """Is t in a right half, and j in the left half beside it?"""
+        t, j = self._token(0) >> level, self._token(1) >> level
+        return (t == j + 1) & (t & 1 == 1)
+
+    def _middle(self, level: Level) -> jax.Array:
+        """Which u lie between a token and the middle of its pair of halves."""
+        t, u = self._token(0), self._token(1)
+        # In a right half those up to t, in a left half those behind it.
+        right = (t >> level) & 1
+        beside = jnp.where(right == 1, t - u, u - t - 1) >= 0
+        return self._ones_where((t >> level == u >> level) & beside)
+
+    def _triangle(self) -> jax.Array:
+        return self._ones_where(self._token(1) <= self._token(0))
+
+    def _behind(self) -> jax.Array:
+        return self._ones_where(self._token(1) > self._token(0))
+
+    def _token(self, axis: int) -> jax.Array:
+        return lax.broadcasted_iota(jnp.int32, (self.size, self.size), axis)
+
+    def _zeros(self) -> jax.Array:
+        return jnp.zeros((self.size, self.size), jnp.float32)
+
+    def _ones_where(self, condition: jax.Array) -> jax.Array:
+        return jnp.where(condition, 1.0, self._zeros())
+
+    # --- products ---------------------------------------------------------------------------------
+
+    def _dot(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        return self._product(a, b, (1, 0), self.precision)
+
+    def _dot_t(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        return self._product(a, b, (1, 1), self.precision)
+
+    def _t_dot(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        return self._product(a.T, b, (1, 0), self.precision)
+
+    def _sum(self, ones: jax.Array, terms: jax.Array) -> jax.Array:
+        return self._product(ones, terms, (1, 0), self.exact)
+
+    @staticmethod
+    def _product(
+        a: jax.Array, b: jax.Array, axes: tuple[int, int], precision: Precision
+    ) -> jax.Array:
+        return lax.dot_general(
+            a,
+            b,
+            (((axes[0],), (axes[1],)), ((), ())),
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+
+
+class _Decays(NamedTuple):
+    """What is left of a token's past and future at the ends of its chunk; None: everything."""
+
+    begin_to: jax.Array | None
+    to_end: jax.Array | None
+    all: jax.Array | None
+
+    def begin(self, x: jax.Array) -> jax.Array:
+        return x if self.begin_to is None else x * self.begin_to
+
+    def end(self, x: jax.Array) -> jax.Array:
+        return x if self.to_end is None else x * self.to_end
+
+    def whole(self, x: jax.Array) -> jax.Array:
+        return x if self.all is None else x * self.all

@@ -1,0 +1,75 @@
+"""Gated linear attention written the obvious way: one step after the other."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def gated_linear_attention_reference(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    return_state: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""The recurrence itself.
+
+    For every batch entry and head, with a state :math:`S` of shape ``(key_dim, value_dim)``:
+
+    .. math::
+        S_t = \operatorname{diag}(e^{g_t}) \, S_{t-1} + k_t^\top v_t, \qquad
+        o_t = \text{scale} \; q_t S_t
+
+    Args:
+        q: Queries, ``(batch, length, heads, key_dim)``.
+        k: Keys, of the same shape.
+        v: Values, ``(batch, length, heads, value_dim)``.
+        g: Logarithm of the decay, per key channel (the shape of ``k``) or per head,
+            ``(batch, length, heads)``. None: nothing decays.
+        scale: Factor on the output; ``key_dim ** -0.5`` if not given.
+        initial_state: :math:`S_0`, ``(batch, heads, key_dim, value_dim)``; zeros if not given.
+        segment_ids: ``(batch, length)``; wherever the id changes the state starts from zero.
+        return_state: Whether to return the state after the last step too.
+
+    Returns:
+        ``(batch, length, heads, value_dim)`` in the dtype of ``q``, computed in float32 (float64 if
+        ``q`` is), and the last state if asked for.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> ones = jnp.ones((1, 3, 1, 1))
+        >>> half = jnp.log(jnp.full((1, 3, 1), 0.5))
+        >>> gated_linear_attention_reference(ones, ones, ones, half).ravel().tolist()
+        [1.0, 1.5, 1.75]
+    """
+    batch, length, heads, key_dim = q.shape
+    exact = jax.lax.Precision.HIGHEST
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    scale = key_dim**-0.5 if scale is None else scale
+    if g is None:
+        g = jnp.zeros((batch, length, heads, key_dim), dtype)
+    elif g.ndim == 3:
+        g = jnp.broadcast_to(g[..., None], k.shape)
+    decay = jnp.exp(g.astype(dtype))
+    if segment_ids is not None:
+        first = segment_ids[:, 1:] != segment_ids[:, :-1]
+        first = jnp.pad(first, ((0, 0), (1, 0)))[:, :, None, None]
+        decay = jnp.where(first, 0.0, decay)
+    state = jnp.zeros((batch, heads, key_dim, v.shape[-1]), dtype)
+    if initial_state is not None:
+        state = initial_state.astype(dtype)
+
+    def step(state: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        q_t, k_t, v_t, decay_t = token
+        state = decay_t[..., None] * state + k_t[..., :, None] * v_t[..., None, :]
+        return state, scale * jnp.einsum("bhk,bhkv->bhv", q_t, state, precision=exact)
+
+    tokens = tuple(jnp.moveaxis(x.astype(dtype), 1, 0) for x in (q, k, v, decay))
+    state, out = jax.lax.scan(step, state, tokens)
+    out = jnp.moveaxis(out, 0, 1).astype(q.dtype)
+    return (out, state) if return_state else out

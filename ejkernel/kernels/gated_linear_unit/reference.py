@@ -1,0 +1,53 @@
+"""The gated linear unit written the obvious way."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from .activations import gated
+
+
+def gated_linear_unit_reference(
+    x: jax.Array,
+    *weights: jax.Array,
+    activation: str,
+    b_gate: jax.Array | None = None,
+    b_up: jax.Array | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    recompute: bool = False,
+) -> jax.Array:
+    r"""Two projections, of which one gates the other.
+
+    .. math::
+        \mathrm{out} = f(x W_\mathrm{gate} + b_\mathrm{gate}) \odot
+            (x W_\mathrm{up} + b_\mathrm{up})
+
+    Args:
+        x: Rows, ``(m, k)``.
+        weights: ``w_gate`` and ``w_up``, each ``(k, n)``, or one ``(k, 2 n)`` with the columns of
+            ``w_gate`` first.
+        activation: The name of :math:`f`, of :data:`.activations.ACTIVATIONS`.
+        b_gate: ``(n,)``, or none.
+        b_up: ``(n,)``, or none.
+        precision: Not used: the reference is as exact as float32 (or float64) is.
+        recompute: Not used: it is about the gradient's memory.
+
+    Returns:
+        ``(m, n)`` in the dtype of ``x``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> x, w = jnp.array([[1.0]]), jnp.array([[2.0]])
+        >>> gated_linear_unit_reference(x, w, 3 * w, activation="relu").tolist()
+        [[12.0]]
+    """
+    del precision, recompute
+    w_gate, w_up = weights if len(weights) == 2 else jnp.split(weights[0], 2, axis=1)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+
+    def project(w: jax.Array, bias: jax.Array | None) -> jax.Array:
+        product = jnp.dot(x.astype(wide), w.astype(wide), precision=jax.lax.Precision.HIGHEST)
+        return product if bias is None else product + bias.astype(wide)
+
+    return gated(activation, project(w_gate, b_gate), project(w_up, b_up)).astype(x.dtype)

@@ -1,0 +1,111 @@
+"""Which rows belong to which group, and how tiles of rows cover them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+Spans: TypeAlias = tuple[jax.Array, jax.Array]
+"""First row of every group, and the row after its last one: two int32 arrays."""
+
+
+def row_spans(
+    group_sizes: jax.Array, rows: int, groups: int, group_offset: jax.Array | int | None = None
+) -> Spans:
+    """The rows of the groups whose matrices are here.
+
+    Groups follow each other. What reaches beyond the last row is cut off, and a negative size
+    counts as zero, so that no size can make a kernel read or write where it must not.
+
+    Args:
+        group_sizes: Rows of each group, also of groups whose matrices are elsewhere.
+        rows: Rows there are.
+        groups: Matrices here.
+        group_offset: The group of the first matrix here; 0 if not given.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> starts, ends = row_spans(jnp.array([2, 0, 3, 9]), 8, groups=3, group_offset=1)
+        >>> starts.tolist(), ends.tolist()
+        ([2, 2, 5], [2, 5, 8])
+    """
+    sizes = jnp.clip(group_sizes, 0, rows).astype(jnp.int32)
+    ends = jnp.minimum(jnp.cumsum(sizes), rows)
+    starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+    if group_offset is None:
+        return starts[:groups], ends[:groups]
+    first = jnp.asarray(group_offset, jnp.int32).reshape(())
+    return (
+        jax.lax.dynamic_slice_in_dim(starts, first, groups),
+        jax.lax.dynamic_slice_in_dim(ends, first, groups),
+    )
+
+
+class Steps(NamedTuple):
+    """What each step of a grid works on; int32 arrays with one element per step."""
+
+    group: jax.Array  # whose matrix
+    tile: jax.Array  # which tile of rows
+    start: jax.Array  # first row of that tile that belongs to the group
+    end: jax.Array  # the row after the last one; steps that are not needed have none
+
+
+def with_rows_of_no_group(spans: Spans, rows: int) -> Spans:
+    """The same spans between two more: the rows before the first group and after the last."""
+    starts, ends = spans
+    return (
+        jnp.concatenate([jnp.zeros_like(starts[:1]), starts, ends[-1:]]),
+        jnp.concatenate([starts[:1], ends, jnp.full_like(ends[-1:], rows)]),
+    )
+
+
+def grid_steps(
+    spans: Spans, rows: int, tile_rows: int, *, aligned: bool, visit_empty: bool
+) -> Steps:
+    """Every tile of every group, one after the other, padded to a number known while tracing.
+
+    Args:
+        spans: The rows of each group, in order and without gaps.
+        rows: Rows there are.
+        tile_rows: Rows of a tile.
+        aligned: If true, tiles begin at multiples of ``tile_rows`` and groups share those at their
+            borders. If false, the first tile of a group begins at its first row, and ``tile`` is
+            the row where a tile begins.
+        visit_empty: If true, groups without rows get one step too.
+
+    Returns:
+        As many steps as any group sizes can need. The last ones repeat the last step's group and
+        tile, without rows.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> spans = (jnp.array([0, 5]), jnp.array([5, 8]))
+        >>> steps = grid_steps(spans, rows=8, tile_rows=4, aligned=True, visit_empty=False)
+        >>> [list(map(int, step)) for step in zip(*steps)]  # rows 0-3, row 4, rows 5-7
+        [[0, 0, 0, 4], [0, 1, 4, 5], [1, 1, 5, 8]]
+    """
+    starts, ends = spans
+    tiles_of_rows = -(-rows // tile_rows)
+    # Aligned: a border inside a tile adds one step. Not aligned: so does the rest of each group.
+    most = tiles_of_rows + starts.shape[0] - (1 if aligned else 0)
+    first_tile = starts // tile_rows if aligned else jnp.zeros_like(starts)
+    origin = jnp.zeros_like(starts) if aligned else starts
+    tiles = jnp.where(
+        ends > starts, -(-(ends - origin) // tile_rows) - first_tile, 1 if visit_empty else 0
+    )
+    until = jnp.cumsum(tiles)
+
+    step = jnp.arange(most, dtype=jnp.int32)
+    needed = step < until[-1]
+    step = jnp.minimum(step, jnp.maximum(until[-1] - 1, 0))
+    group = jnp.searchsorted(until, step, side="right").astype(jnp.int32)
+    group = jnp.minimum(group, starts.shape[0] - 1)
+    number = first_tile[group] + step - (until - tiles)[group]
+    begin = origin[group] + number * tile_rows
+    start = jnp.maximum(begin, starts[group])
+    end = jnp.where(needed, jnp.minimum(begin + tile_rows, ends[group]), start)
+    # A group without rows may lie behind the last row.
+    tile = jnp.minimum(number, tiles_of_rows - 1) if aligned else begin
+    return Steps(group, tile.astype(jnp.int32), start, jnp.maximum(start, end))

@@ -1,0 +1,51 @@
+"""Layer norm written the obvious way: the definition that every fast version is tested against."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def layer_norm_reference(
+    x: jax.Array,
+    *,
+    weight: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    eps: float = 1e-5,
+    weight_offset: float = 0.0,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""Normalisation of the last axis to mean 0 and variance 1.
+
+    .. math::
+        \mu = \tfrac{1}{d} \sum_l x_l, \qquad
+        o_j = \frac{x_j - \mu}{\sqrt{\tfrac{1}{d} \sum_l (x_l - \mu)^2 + \epsilon}} \;
+        (w_j + \text{offset}) + b_j
+
+    Args:
+        x: ``(..., d)``.
+        weight: ``(d,)``; without it nothing is multiplied.
+        bias: ``(d,)``; without it nothing is added.
+        residual: Shape and dtype of ``x``. Then ``x + residual``, in that dtype, is normalised.
+        eps: Added to the variance.
+        weight_offset: Added to the weight.
+
+    Returns:
+        The output, in the dtype of ``x``, computed in float32 (float64 for float64); with
+        ``residual`` also the sum that was normalised.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> layer_norm_reference(jnp.array([4.0, 6.0]), eps=0.0).tolist()
+        [-1.0, 1.0]
+    """
+    summed = x if residual is None else x + residual
+    values = summed.astype(jnp.promote_types(x.dtype, jnp.float32))
+    values = values - jnp.mean(values, axis=-1, keepdims=True)
+    out = values / jnp.sqrt(jnp.mean(values**2, axis=-1, keepdims=True) + eps)
+    if weight is not None:
+        out = out * (weight.astype(out.dtype) + weight_offset)
+    if bias is not None:
+        out = out + bias.astype(out.dtype)
+    out = out.astype(x.dtype)
+    return out if residual is None else (out, summed)

@@ -1,0 +1,405 @@
+"""The loss as a kernel: its configs, its implementations, its gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.ops import (
+    BwdParams,
+    Dimension,
+    FwdParams,
+    Invocation,
+    Kernel,
+    NearShapes,
+    Supports,
+    device_kind,
+)
+
+from . import xla
+from .options import LossOptions
+from .reference import linear_cross_entropy_reference
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearCrossEntropyConfig:
+    """Tiles of the forward and of the backward pass; None leaves one to the heuristic.
+
+    `blocksize_m` is a number of rows, `blocksize_n` of words, `blocksize_k` of features. With the
+    XLA implementation `fwd` is for the loss alone, `bwd` for the loss with its gradients.
+    """
+
+    fwd: FwdParams = dataclasses.field(default_factory=FwdParams)
+    bwd: BwdParams = dataclasses.field(default_factory=BwdParams)
+
+
+class _Call(NamedTuple):
+    """The arguments of a call with the rows in one axis, and what is to be made of their losses."""
+
+    hidden: jax.Array
+    weight: jax.Array
+    labels: jax.Array
+    bias: jax.Array | None
+    options: LossOptions
+    reduction: str
+
+    @staticmethod
+    def of(
+        hidden: jax.Array,
+        weight: jax.Array,
+        labels: jax.Array,
+        *,
+        bias: jax.Array | None = None,
+        reduction: str = "mean",
+        **options: Any,
+    ) -> _Call:
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        return _Call(rows, weight, labels.reshape(-1), bias, LossOptions(**options), reduction)
+
+    @property
+    def sizes(self) -> _Sizes:
+        return _Sizes.of(self.hidden, self.weight, vocab_first=self.options.vocab_first)
+
+    def factors(self) -> jax.Array:
+        """What each row's loss is multiplied with before they are added."""
+        counts = (self.labels != self.options.ignore_index).astype(jnp.float32)
+        if self.reduction == "sum":
+            return counts
+        return counts / jnp.maximum(jnp.sum(counts), 1.0)
+
+    def reduced(self, losses: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        if self.reduction == "none":
+            return losses.reshape(shape)
+        # A row that is ignored has the factor 0 and the loss 0; a loss that is NaN shows.
+        return jnp.sum(losses * self.factors().astype(losses.dtype))
+
+    def row_gradients(self, dout: jax.Array) -> jax.Array:
+        """The gradient of each row's loss."""
+        return dout.reshape(-1) if self.reduction == "none" else dout * self.factors()
+
+
+def _features_fit(inv: Invocation[Any, Any]) -> str | None:
+    """A tile of 64 rows and 128 words that fits into VMEM."""
+    from . import pallas_tpu
+
+    hidden = inv.args[0]
+    if pallas_tpu.fits(64, 128, hidden.shape[-1], hidden.dtype.itemsize, backward=True):
+        return None
+    return f"hidden has {hidden.shape[-1]} features; 64 rows and 128 words of them do not fit"
+
+
+def _same_dtype(inv: Invocation[Any, Any]) -> str | None:
+    """Hidden states and weights of one dtype."""
+    hidden, weight, *_ = inv.args
+    if hidden.dtype == weight.dtype:
+        return None
+    return f"hidden is {hidden.dtype} and weight is {weight.dtype}; they must be the same"
+
+
+class LinearCrossEntropy(Kernel[LinearCrossEntropyConfig, jax.Array]):
+    """Cross entropy of `softmax(hidden @ weight)` without the logits in memory.
+
+    Arguments are `hidden, weight, labels`, keywords those of the reference. Use
+    `ejkernel.modules.linear_cross_entropy`, which checks them.
+    """
+
+    version = "1"
+    supports: ClassVar[Mapping[str, Supports]] = {
+        "pallas": Supports(dtypes=("float32", "bfloat16"), rules=(_same_dtype, _features_fit)),
+        "triton": Supports(dtypes=("float32", "bfloat16", "float16"), rules=(_same_dtype,)),
+    }
+    near_shapes = NearShapes(
+        *(Dimension(argument=(0, 2), axis=axis, rounding="nearest") for axis in (0, -2)),
+        Dimension(argument=1, rounding="nearest"),
+        within=2.0,
+    )
+
+    def __init__(self) -> None:
+        super().__init__(name="linear_cross_entropy")
+
+    def reference(self, *args: Any, **options: Any) -> jax.Array:
+        return linear_cross_entropy_reference(*args, **options)
+
+    def make_inputs(
+        self, inv: Invocation[Any, Any], key: jax.Array
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Logits of ordinary size, and labels from the whole vocabulary."""
+        hidden, weight, labels = inv.args
+        keys = jax.random.split(key, 4)
+        vocab = weight.shape[0 if inv.kwargs.get("vocab_first") else 1]
+        made = (
+            jax.random.normal(keys[0], hidden.shape, hidden.dtype),
+            jax.random.normal(keys[1], weight.shape, weight.dtype) * hidden.shape[-1] ** -0.5,
+            jax.random.randint(keys[2], labels.shape, 0, vocab, labels.dtype),
+        )
+        options = dict(inv.kwargs)
+        if options.get("bias") is not None:
+            bias = options["bias"]
+            options["bias"] = jax.random.normal(keys[3], bias.shape, bias.dtype)
+        return made, options
+
+    # --- any XLA device --------------------------------------------------------------------------
+
+    def run_xla(
+        self,
+        hidden: jax.Array,
+        weight: jax.Array,
+        labels: jax.Array,
+        *,
+        cfg: LinearCrossEntropyConfig,
+        **options: Any,
+    ) -> jax.Array:
+        call = _Call.of(hidden, weight, labels, **options)
+        rows = cfg.fwd.blocksize_m or _xla_blocks(call.sizes)[0]
+        return call.reduced(xla.losses(*call[:5], rows=rows), labels.shape)
+
+    def fwd_with_residuals_xla(
+        self,
+        hidden: jax.Array,
+        weight: jax.Array,
+        labels: jax.Array,
+        *,
+        cfg: LinearCrossEntropyConfig,
+        **options: Any,
+    ) -> tuple[jax.Array, Any]:
+        call = _Call.of(hidden, weight, labels, **options)
+        if call.reduction == "none":
+            # The gradients of the rows are not known yet: the logits have to be computed again.
+            return self.run_xla(hidden, weight, labels, cfg=cfg, **options), None
+        losses, *gradients = _xla_gradients(call, call.factors(), cfg)
+        return call.reduced(losses, labels.shape), gradients
+
+    def vjp_xla(
+        self,
+        gradients: list[jax.Array | None] | None,
+        out: jax.Array,
+        dout: jax.Array,
+        hidden: jax.Array,
+        weight: jax.Array,
+        labels: jax.Array,
+        *,
+        cfg: LinearCrossEntropyConfig,
+        **options: Any,
+    ) -> tuple[Any, ...]:
+        call = _Call.of(hidden, weight, labels, **options)
+        if gradients is None:
+            found = _xla_gradients(call, call.row_gradients(dout), cfg)
+            return _gradients(call, *found[1:], hidden.shape)
+        dhidden, dweight, dbias = jax.tree.map(lambda a: a * dout.astype(a.dtype), gradients)
+        return _gradients(call, dhidden, dweight, dbias, hidden.shape)
+
+    # --- TPU -------------------------------------------------------------------------------------
+
+    def run_pallas(self, *args: Any, cfg: LinearCrossEntropyConfig, **options: Any) -> jax.Array:
+        return self.fwd_with_residuals_pallas(*args, cfg=cfg, **options)[0]
+
+    def fwd_with_residuals_pallas(
+        self,
+        hidden: jax.Array,
+        weight: jax.Array,
+        labels: jax.Array,
+        *,
+        cfg: LinearCrossEntropyConfig,
+        **options: Any,
+    ) -> tuple[jax.Array, jax.Array]:
+        from . import pallas_tpu
+
+        call = _Call.of(hidden, weight, labels, **options)
+        rows, vocab = _tpu_tile(call.sizes, backward=False)
+        losses, lse = pallas_tpu.losses(
+            *call[:5], rows=cfg.fwd.blocksize_m or rows, vocab=cfg.fwd.blocksize_n or vocab
+        )
+        return call.reduced(losses, labels.shape), lse
+
+    def vjp_pallas(
+        self,
+        lse: jax.Array,
+        out: jax.Array,
+        dout: jax.Array,
+        hidden: jax.Array,
+        weight: jax.Array,
+        labels: jax.Array,
+        *,
+        cfg: LinearCrossEntropyConfig,
+        **options: Any,
+    ) -> tuple[Any, ...]:
+        from . import pallas_tpu
+
+        call = _Call.of(hidden, weight, labels, **options)
+        rows, vocab = _tpu_tile(call.sizes, backward=True)
+        found = pallas_tpu.gradients(
+            *call[:3],
+            lse,
+            call.row_gradients(dout),
+            *call[3:5],
+            rows=cfg.bwd.blocksize_m or rows,
+            vocab=cfg.bwd.blocksize_n or vocab,
+        )
+        return _gradients(call, *found, hidden.shape)
+
+    # --- GPU -------------------------------------------------------------------------------------
+
+    def run_triton(
+        self,
+        hidden: jax.Array,
+        weight: jax.Array,
+        labels: jax.Array,
+        *,
+        cfg: LinearCrossEntropyConfig,
+        **options: Any,
+    ) -> jax.Array:
+        from . import pallas_gpu
+
+        call = _Call.of(hidden, weight, labels, **options)
+        rows, vocab, depth = pallas_gpu.default_tile(hidden.dtype.itemsize)
+        losses = pallas_gpu.losses(
+            *call[:5],
+            rows=cfg.fwd.blocksize_m or rows,
+            vocab=cfg.fwd.blocksize_n or vocab,
+            depth=cfg.fwd.blocksize_k or depth,
+            num_warps=cfg.fwd.num_warps or 8,
+            num_stages=cfg.fwd.num_stages or 3,
+        )
+        return call.reduced(losses, labels.shape)
+
+    def fwd_with_residuals_triton(
+        self, *args: Any, cfg: LinearCrossEntropyConfig, **options: Any
+    ) -> tuple[jax.Array, Any]:
+        # Differentiated, the loss comes with its gradients from cuBLAS; see `pallas_gpu.py`.
+        if options.get("reduction", "mean") == "none":
+            return self.run_triton(*args, cfg=cfg, **options), None
+        return self.fwd_with_residuals_xla(*args, cfg=cfg, **options)
+
+    def vjp_triton(self, *args: Any, cfg: LinearCrossEntropyConfig, **options: Any) -> Any:
+        return self.vjp_xla(*args, cfg=cfg, **options)
+
+    # --- configs ---------------------------------------------------------------------------------
+
+    def heuristic_cfg(self, inv: Invocation[Any, Any]) -> LinearCrossEntropyConfig:
+        rows, vocab = _xla_blocks(_Sizes.of(*inv.args[:2], **inv.kwargs))
+        return _config((rows,), (rows, vocab))
+
+    def heuristic_cfg_pallas(self, inv: Invocation[Any, Any]) -> LinearCrossEntropyConfig:
+        sizes = _Sizes.of(*inv.args[:2], **inv.kwargs)
+        return _config(_tpu_tile(sizes, backward=False), _tpu_tile(sizes, backward=True))
+
+    def heuristic_cfg_triton(self, inv: Invocation[Any, Any]) -> LinearCrossEntropyConfig:
+        from . import pallas_gpu
+
+        sizes = _Sizes.of(*inv.args[:2], **inv.kwargs)
+        tile = pallas_gpu.default_tile(sizes.itemsize)
+        return _config(tile, _xla_blocks(sizes), num_warps=8, num_stages=3)
+
+    def candidate_cfgs(self, inv: Invocation[Any, Any]) -> list[LinearCrossEntropyConfig]:
+        # The passes do not share anything, so each is varied while the other stays as it is.
+        default = self.heuristic_cfg(inv)
+        sizes = _Sizes.of(*inv.args[:2], **inv.kwargs)
+        chunks = [rows for rows in (128, 256, 512, 1024) if rows < 2 * sizes.rows]
+        blocks = [(rows, words) for rows in chunks for words in (1024, 2048, 8192)]
+        return [
+            *(dataclasses.replace(default, fwd=_config((rows,), ()).fwd) for rows in chunks),
+            *(dataclasses.replace(default, bwd=_config((), block).bwd) for block in blocks),
+        ]
+
+    def candidate_cfgs_pallas(self, inv: Invocation[Any, Any]) -> list[LinearCrossEntropyConfig]:
+        from . import pallas_tpu
+
+        sizes = _Sizes.of(*inv.args[:2], **inv.kwargs)
+        default = self.heuristic_cfg_pallas(inv)
+        tiles = [(rows, words) for rows in (128, 256, 512, 1024) for words in (256, 512, 1024)]
+        forward, backward = (
+            [
+                (rows, words)
+                for rows, words in tiles
+                if pallas_tpu.fits(rows, words, sizes.features, sizes.itemsize, backward=b)
+                and rows * words * sizes.features <= 2**29  # else they compile for minutes
+            ]
+            for b in (False, True)
+        )
+        return [
+            *(dataclasses.replace(default, fwd=_config(tile, ()).fwd) for tile in forward),
+            *(dataclasses.replace(default, bwd=_config((), tile).bwd) for tile in backward),
+        ]
+
+    def candidate_cfgs_triton(self, inv: Invocation[Any, Any]) -> list[LinearCrossEntropyConfig]:
+        blocks = _xla_blocks(_Sizes.of(*inv.args[:2], **inv.kwargs))
+        return [
+            _config(tile, blocks, num_warps=warps, num_stages=stages)
+            for tile in ((128, 128, 32), (128, 128, 64), (128, 256, 32), (64, 128, 64))
+            for warps in (4, 8)
+            for stages in (2, 3)
+        ]
+
+
+class _Sizes(NamedTuple):
+    """What block sizes are chosen by."""
+
+    rows: int
+    features: int
+    vocab: int
+    itemsize: int
+
+    @staticmethod
+    def of(hidden: Any, weight: Any, *, vocab_first: bool = False, **_: Any) -> _Sizes:
+        features = hidden.shape[-1]
+        vocab = weight.shape[0 if vocab_first else 1]
+        return _Sizes(hidden.size // features, features, vocab, hidden.dtype.itemsize)
+
+
+def _xla_blocks(sizes: _Sizes) -> tuple[int, int]:
+    """Rows whose logits exist at a time, and words whose weights are updated at a time.
+
+    On a CPU (interleaved timings, two Zen 3 cores): every chunk of rows reads and writes the whole
+    gradient of the weight, so 128 rows are too few; beyond 256 only the memory grows. The product
+    that is added to it should stay in the cache: 1024 words of 1024 features, 4 MiB.
+
+    Elsewhere: logits of 256 MiB, and few enough steps that each fills the device.
+    """
+    if device_kind() == "cpu":
+        return min(sizes.rows, 256), min(sizes.vocab, max(256, 2**20 // sizes.features))
+    return min(sizes.rows, max(256, 2**26 // sizes.vocab)), min(sizes.vocab, 16384)
+
+
+def _tpu_tile(sizes: _Sizes, *, backward: bool) -> tuple[int, int]:
+    from . import pallas_tpu
+
+    return pallas_tpu.default_tile(*sizes, backward=backward)
+
+
+def _xla_gradients(
+    call: _Call, factors: jax.Array, cfg: LinearCrossEntropyConfig
+) -> xla.LossAndGradients:
+    rows, vocab = _xla_blocks(call.sizes)
+    return xla.losses_and_gradients(
+        *call[:3],
+        factors,
+        *call[3:5],
+        rows=cfg.bwd.blocksize_m or rows,
+        vocab=cfg.bwd.blocksize_n or vocab,
+    )
+
+
+def _gradients(
+    call: _Call,
+    dhidden: jax.Array,
+    dweight: jax.Array,
+    dbias: jax.Array | None,
+    shape: tuple[int, ...],
+) -> tuple[Any, ...]:
+    """In the order that the framework asks for; labels have none."""
+    by_keyword = {} if call.bias is None else {"bias": dbias}
+    return dhidden.reshape(shape), dweight, None, by_keyword
+
+
+def _config(
+    forward: tuple[int, ...], backward: tuple[int, ...], **launch: int
+) -> LinearCrossEntropyConfig:
+    names = ("blocksize_m", "blocksize_n", "blocksize_k")
+    return LinearCrossEntropyConfig(
+        FwdParams(**dict(zip(names, forward, strict=False)), **launch),
+        BwdParams(**dict(zip(names, backward, strict=False))),
+    )

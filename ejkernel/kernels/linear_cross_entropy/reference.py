@@ -1,0 +1,74 @@
+"""The loss written the obvious way: the definition that every fast version is tested against."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def linear_cross_entropy_reference(
+    hidden: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    vocab_first: bool = False,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    logits_soft_cap: float | None = None,
+    z_loss: float = 0.0,
+    softmax_scale: float = 1.0,
+    reduction: str = "mean",
+) -> jax.Array:
+    r"""Cross entropy of ``softmax(hidden @ weight)``, with all logits in memory.
+
+    For a row :math:`h` of ``hidden`` with label :math:`y`, vocabulary size :math:`V`, smoothing
+    :math:`\epsilon` and soft cap :math:`c`:
+
+    .. math::
+        a_j &= \text{scale} \, (h \cdot W_j + b_j), \qquad
+        l_j = c \tanh(a_j / c) \quad (\text{without a cap } l_j = a_j), \\
+        \mathrm{lse} &= \log \sum_j e^{l_j}, \\
+        \text{loss} &= \mathrm{lse} - (1 - \epsilon) \, l_y
+            - \tfrac{\epsilon}{V} \sum_j l_j + z \, \mathrm{lse}^2 .
+
+    Args:
+        hidden: ``(..., d)``.
+        weight: ``(d, vocab)``, or ``(vocab, d)`` with ``vocab_first``.
+        labels: ``(...)``, integers. A row whose label is ``ignore_index`` counts for nothing; one
+            with any other label that is not in the vocabulary has the loss NaN.
+        bias: ``(vocab,)``.
+        reduction: ``"none"`` for the loss of every row, ``"sum"``, or ``"mean"`` over the rows that
+            count (0 if there are none).
+
+    Returns:
+        Float32 (float64 for float64 input): a scalar, or ``(...)`` with ``reduction="none"``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> hidden, weight = jnp.zeros((3, 2)), jnp.zeros((2, 8))  # equal logits: log 8
+        >>> loss = linear_cross_entropy_reference(hidden, weight, jnp.array([0, 5, -100]))
+        >>> round(float(loss), 4)
+        2.0794
+    """
+    dtype = jnp.promote_types(hidden.dtype, jnp.float32)
+    matrix = weight.T if vocab_first else weight
+    logits = jnp.matmul(hidden.astype(dtype), matrix.astype(dtype), precision="highest")
+    if bias is not None:
+        logits = logits + bias.astype(dtype)
+    logits = softmax_scale * logits
+    if logits_soft_cap is not None:
+        logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    counts = labels != ignore_index
+    index = jnp.where(counts, labels, 0)
+    known = (index >= 0) & (index < logits.shape[-1])
+    picked = jnp.take_along_axis(logits, jnp.where(known, index, 0)[..., None], axis=-1)[..., 0]
+    picked = jnp.where(known, picked, jnp.nan)
+    loss = lse - (1.0 - label_smoothing) * picked + z_loss * lse**2
+    loss = loss - label_smoothing * jnp.mean(logits, axis=-1)
+    loss = jnp.where(counts, loss, 0.0)
+    if reduction == "none":
+        return loss
+    total = jnp.sum(loss)
+    return total if reduction == "sum" else total / jnp.maximum(jnp.sum(counts), 1)

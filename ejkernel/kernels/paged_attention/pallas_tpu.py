@@ -1,0 +1,172 @@
+"""Paged attention for TPU: pages are fetched through a page table that was prefetched as scalars.
+
+The grid walks over sequences and, innermost, over steps of some pages. The index maps look up
+which pages a step needs, so the pipeline fetches the next step's pages while this one's are worked
+on. Steps beyond a sequence's end stay on its last pages: nothing is fetched, nothing computed.
+
+A page is `(page_size * kv_heads, head_dim)`, as it lies in memory, and all query heads meet all its
+rows in one product; scores of a head with another head's keys are hidden. A product with few query
+rows costs as much as its keys take to load, so this costs no more than one product per key head,
+and needs no strided reads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+_LANES = 128
+_HIDDEN_SCORE = -1e30
+_LOWEST_MAXIMUM = -0.5e30
+
+
+def forward(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    *,
+    softmax_scale: float,
+    window: int | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    pages_per_step: int = 4,
+    interpret: bool = False,
+) -> jax.Array:
+    """What `paged_attention_reference` gives; `pages_per_step` pages are fetched at a time."""
+    batch, tokens, heads, head_dim = q.shape
+    pages, page_size, kv_heads, _ = k_pages.shape
+    value_dim = v_pages.shape[3]
+    group, columns, rows = heads // kv_heads, page_size * kv_heads, tokens * heads
+    per_sequence = page_table.shape[1]
+    per_step = min(pages_per_step, per_sequence)
+    most_pages = per_sequence
+    if window is not None:  # a window and the tokens themselves touch so many pages at most
+        most_pages = min(per_sequence, (window + tokens + page_size - 2) // page_size + 1)
+    steps = -(-most_pages // per_step)
+
+    def first_page(length: Any) -> Any:
+        if window is None:
+            return 0
+        return lax.div(jnp.maximum(length - tokens - window, 0), jnp.int32(page_size))
+
+    def page_at(b: Any, step: Any, offset: int, table: Any, lengths: Any) -> tuple[Any, ...]:
+        last = lax.div(jnp.maximum(lengths[b] - 1, 0), jnp.int32(page_size))
+        page = jnp.minimum(first_page(lengths[b]) + step * per_step + offset, last)
+        return table[b, page], 0, 0
+
+    def kernel(table: Any, lengths_ref: Any, q_ref: Any, *refs: Any) -> None:
+        del table
+        k_refs, v_refs = refs[:per_step], refs[per_step : 2 * per_step]
+        sink_ref = refs[2 * per_step] if sinks is not None else None
+        out_ref, largest_ref, total_ref, weighted_ref = refs[-4:]
+        b, step = pl.program_id(0), pl.program_id(1)
+        length = lengths_ref[b]
+        first_key = (first_page(length) + step * per_step) * page_size
+
+        @pl.when(step == 0)
+        def start() -> None:
+            largest_ref[...] = jnp.full_like(largest_ref, _LOWEST_MAXIMUM)
+            total_ref[...] = jnp.zeros_like(total_ref)
+            weighted_ref[...] = jnp.zeros_like(weighted_ref)
+
+        def scores_of(k: Any, begin: Any) -> Any:
+            scores = _dot(q_ref[0], k, transposed=True) * softmax_scale
+            if logits_soft_cap is not None:
+                scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
+            row = lax.broadcasted_iota(jnp.int32, scores.shape, 0)
+            column = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+            key = begin + lax.div(column, jnp.int32(kv_heads))
+            position = length - tokens + lax.div(row, jnp.int32(heads))
+            visible = key <= position
+            if window is not None:
+                visible &= key >= position - window
+            if kv_heads > 1:
+                head = lax.rem(row, jnp.int32(heads))
+                visible &= lax.rem(column, jnp.int32(kv_heads)) == lax.div(head, jnp.int32(group))
+            return jnp.where(visible, scores, _HIDDEN_SCORE)
+
+        @pl.when(first_key < length)
+        def add_pages() -> None:
+            scores = [scores_of(k_refs[i][0], first_key + i * page_size) for i in range(per_step)]
+            before = largest_ref[:, :1]
+            largest = before
+            for part in scores:
+                largest = jnp.maximum(largest, jnp.max(part, axis=1, keepdims=True))
+            shrink = jnp.exp(before - largest)
+            total, weighted = shrink * total_ref[:, :1], shrink * weighted_ref[...]
+            for part, v_ref in zip(scores, v_refs, strict=True):
+                weights = jnp.exp(part - largest)
+                total += jnp.sum(weights, axis=1, keepdims=True)
+                weighted += _dot(weights.astype(v_ref.dtype), v_ref[0], transposed=False)
+            largest_ref[...] = jnp.broadcast_to(largest, largest_ref.shape)
+            total_ref[...] = jnp.broadcast_to(total, total_ref.shape)
+            weighted_ref[...] = weighted
+
+        @pl.when(step == steps - 1)
+        def finish() -> None:
+            total, weighted = total_ref[:, :1], weighted_ref[...]
+            empty = total == 0.0
+            if sink_ref is not None:
+                before, sink = largest_ref[:, :1], sink_ref[...]
+                largest = jnp.maximum(before, sink)
+                shrink = jnp.exp(before - largest)
+                total, weighted = shrink * total + jnp.exp(sink - largest), shrink * weighted
+            share = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, total))
+            out_ref[0] = (weighted * share).astype(out_ref.dtype)
+
+    def page_spec(offset: int, features: int) -> pl.BlockSpec:
+        return pl.BlockSpec(
+            (1, columns, features),
+            lambda b, step, table, lengths: page_at(b, step, offset, table, lengths),
+        )
+
+    def row_spec(features: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, rows, features), lambda b, step, table, lengths: (b, 0, 0))
+
+    keys = k_pages.reshape(pages, columns, head_dim)
+    values = v_pages.reshape(pages, columns, value_dim)
+    operands = [q.reshape(batch, rows, head_dim), *[keys] * per_step, *[values] * per_step]
+    in_specs = [
+        row_spec(head_dim),
+        *(page_spec(i, head_dim) for i in range(per_step)),
+        *(page_spec(i, value_dim) for i in range(per_step)),
+    ]
+    if sinks is not None:
+        operands.append(jnp.tile(sinks.astype(jnp.float32), tokens)[:, None])
+        in_specs.append(pl.BlockSpec((rows, 1), lambda b, step, table, lengths: (0, 0)))
+    out: jax.Array = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(batch, steps),
+            in_specs=in_specs,
+            out_specs=row_spec(value_dim),
+            scratch_shapes=[
+                pltpu.VMEM((rows, _LANES), jnp.float32),
+                pltpu.VMEM((rows, _LANES), jnp.float32),
+                pltpu.VMEM((rows, value_dim), jnp.float32),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct((batch, rows, value_dim), q.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        interpret=interpret,
+        name="paged_attention",
+    )(
+        # Whatever stands in the table, nothing outside of the cache is read.
+        jnp.clip(page_table, 0, pages - 1).astype(jnp.int32),
+        jnp.clip(lengths, 0, per_sequence * page_size).astype(jnp.int32),
+        *operands,
+    )
+    return out.reshape(batch, tokens, heads, value_dim)
+
+
+def _dot(a: Any, b: Any, *, transposed: bool) -> Any:
+    dimensions = (((1,), (1 if transposed else 0,)), ((), ()))
+    return lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)

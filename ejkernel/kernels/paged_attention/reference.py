@@ -1,0 +1,93 @@
+"""Paged attention written the obvious way: the definition that fast versions are tested against."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def paged_attention_reference(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    *,
+    softmax_scale: float | None = None,
+    window: int | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    r"""Softmax attention over keys that a page table collects.
+
+    Key :math:`j` of sequence :math:`b` is row :math:`j \bmod p` of page
+    :math:`\text{table}_{b, \lfloor j / p \rfloor}`, with pages of :math:`p` tokens. The queries are
+    the last tokens of their sequence: with :math:`T` of them, query :math:`t` has the position
+    :math:`i = \text{length} - T + t`, and sees the keys :math:`V_i` from :math:`i - \text{window}`
+    to :math:`i`. With :math:`c` the soft cap and :math:`z` the head's sink:
+
+    .. math::
+        s_{ij} = c \tanh(\text{scale} \; q_i \cdot k_j / c), \qquad
+        o_i = \frac{\sum_{j \in V_i} e^{s_{ij}} \, v_j}{e^z + \sum_{j \in V_i} e^{s_{ij}}}
+
+    Without a cap the scores are the scaled products, without a sink :math:`e^z = 0`.
+
+    Args:
+        q: Queries, ``(batch, tokens, heads, head_dim)``.
+        k_pages: Keys, ``(pages, page_size, kv_heads, head_dim)``; ``kv_heads`` divides ``heads``,
+            and query head ``h`` reads key head ``h // (heads // kv_heads)``.
+        v_pages: Values, ``(pages, page_size, kv_heads, value_dim)``.
+        page_table: The pages of each sequence in their order, ``(batch, pages_per_sequence)``.
+        lengths: Tokens of each sequence, those of ``q`` included, ``(batch,)``.
+        softmax_scale: Factor on the scores; ``head_dim ** -0.5`` if not given.
+        window: How many keys before itself a query sees; all if not given.
+        logits_soft_cap: The scores stay within plus and minus this.
+        sinks: A logit per head that takes part in the denominator only, ``(heads,)``.
+
+    Returns:
+        ``(batch, tokens, heads, value_dim)`` in the dtype of ``q``, computed in float32. A query
+        that sees no key gives zeros.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> pages = jnp.arange(6.0).reshape(3, 2, 1, 1)  # three pages of two tokens
+        >>> q, table = jnp.zeros((1, 1, 1, 1)), jnp.array([[2, 0]])
+        >>> paged_attention_reference(q, pages, pages, table, jnp.array([3])).item()  # (4+5+0)/3
+        3.0
+    """
+    batch, tokens, heads, head_dim = q.shape
+    page_size, kv_heads = k_pages.shape[1:3]
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    exact = jax.lax.Precision.HIGHEST
+    keys = page_table.shape[1] * page_size
+
+    def gathered(pages: jax.Array) -> jax.Array:
+        found = pages[jnp.clip(page_table, 0, pages.shape[0] - 1)].astype(jnp.float32)
+        return found.reshape(batch, keys, kv_heads, pages.shape[3])
+
+    grouped_q = q.astype(jnp.float32).reshape(batch, tokens, kv_heads, -1, head_dim)
+    scores = scale * jnp.einsum("bthgd,bkhd->bhgtk", grouped_q, gathered(k_pages), precision=exact)
+    if logits_soft_cap is not None:
+        scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
+
+    position = jnp.minimum(lengths, keys)[:, None, None] - tokens + jnp.arange(tokens)[:, None]
+    key = jnp.arange(keys)
+    visible = key <= position
+    if window is not None:
+        visible &= key >= position - window
+    scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
+
+    # A row without keys has the maximum -inf, and -inf - -inf would be NaN.
+    row_max = jnp.max(scores, axis=-1, keepdims=True)
+    empty = jnp.isneginf(row_max)
+    if sinks is not None:
+        logits = sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1, 1)
+        row_max = jnp.maximum(row_max, logits)
+    shift = jax.lax.stop_gradient(jnp.where(jnp.isneginf(row_max), 0.0, row_max))
+    weights = jnp.exp(scores - shift)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(logits - shift)
+    probabilities = weights / jnp.where(empty, 1.0, total)
+    out = jnp.einsum("bhgtk,bkhd->bthgd", probabilities, gathered(v_pages), precision=exact)
+    return out.reshape(batch, tokens, heads, v_pages.shape[3]).astype(q.dtype)

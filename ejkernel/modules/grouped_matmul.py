@@ -1,0 +1,183 @@
+"""`grouped_matmul`: every row times the matrix of its group, as in a mixture of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels.grouped_matmul import GroupedMatmul, GroupedMatmulConfig
+from ejkernel.kernels.grouped_matmul.groups import row_spans
+
+_kernel = GroupedMatmul()
+
+
+def grouped_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    transpose_rhs: bool = False,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+    precision: str | jax.lax.Precision | None = None,
+    group_offset: jax.Array | int | None = None,
+    existing_out: jax.Array | None = None,
+    implementation: str | None = None,
+    cfg: GroupedMatmulConfig | None = None,
+) -> jax.Array:
+    r"""Multiply the rows of each group by the group's own matrix.
+
+    The rows of `lhs` are sorted by group: the first `group_sizes[0]` rows are multiplied by
+    `rhs[0]`, the next `group_sizes[1]` by `rhs[1]`, and so on. Groups may be empty. Rows beyond
+    the sum of the sizes give zeros and have zero gradients. Differentiable in `lhs` and `rhs` (and
+    `existing_out`).
+
+    Args:
+      lhs: rows, `(m, k)`.
+      rhs: a matrix per group, `(groups, k, n)`; `(groups, n, k)` with `transpose_rhs`. Of the same
+        dtype as `lhs`.
+      group_sizes: rows of each group, `(groups,)`, integers. Sizes that are known (not traced) are
+        checked: a negative one, or a sum of more than `m`, is a `ValueError`. Inside `jit` they
+        cannot be: there a negative size counts as 0, and what reaches beyond row `m` is cut off.
+      transpose_rhs: use each matrix transposed.
+      preferred_element_type: dtype of the result; by default that of the inputs. Sums are kept in
+        float32 (float64 for float64) in any case.
+      precision: of the products, as in `jax.lax.dot`: `"default"`, `"high"`, `"highest"`.
+      group_offset: the group that `rhs[0]` belongs to, where `rhs` holds only some of the groups
+        (experts spread over devices). `group_sizes` then lists all groups, and rows of groups
+        without a matrix here give zeros, so the shards' results add up. At most the number of
+        groups that are elsewhere; a larger one is a `ValueError`, or inside `jit` cut to that.
+      existing_out: `(m, n)`; rows without a matrix take it instead of zeros.
+      implementation: demand one (`"xla"`, `"pallas"`, `"triton"`); by default the device's best.
+      cfg: tiles; by default the tuned ones of the store, else a heuristic.
+
+    Returns:
+      `(m, n)`.
+
+    >>> import jax, jax.numpy as jnp
+    >>> tokens, experts = jnp.ones((6, 8)), jnp.ones((3, 8, 4))
+    >>> grouped_matmul(tokens, experts, jnp.array([2, 0, 3])).sum(axis=1).tolist()
+    [32.0, 32.0, 32.0, 32.0, 32.0, 0.0]
+    """
+    _check_shapes(lhs, rhs, group_sizes, transpose_rhs, group_offset)
+    options: dict[str, Any] = {}
+    if transpose_rhs:
+        options["transpose_rhs"] = True
+    if preferred_element_type is not None:
+        options["preferred_element_type"] = _floating(
+            "preferred_element_type", preferred_element_type
+        )
+    if precision is not None:
+        options["precision"] = _precision(precision)
+    if group_offset is not None:
+        options["group_offset"] = jnp.asarray(group_offset, jnp.int32).reshape(())
+    if implementation is not None:
+        options["implementation"] = implementation
+    if cfg is not None:
+        options["cfg"] = cfg
+    out = _kernel(lhs, rhs, jnp.asarray(group_sizes), **options)
+    if existing_out is None:
+        return out
+    if jnp.shape(existing_out) != out.shape:
+        raise ValueError(
+            f"grouped_matmul: existing_out has shape {jnp.shape(existing_out)}; it must have that "
+            f"of the result, {out.shape}"
+        )
+    starts, ends = row_spans(group_sizes, lhs.shape[0], rhs.shape[0], options.get("group_offset"))
+    row = jnp.arange(lhs.shape[0])[:, None]
+    computed = (row >= starts[0]) & (row < ends[-1])
+    return jnp.where(computed, out, existing_out.astype(out.dtype))
+
+
+def _check_shapes(
+    lhs: Any, rhs: Any, group_sizes: Any, transpose_rhs: Any, group_offset: Any
+) -> None:
+    for name, array, axes in (
+        ("lhs", lhs, "(m, k)"),
+        ("rhs", rhs, "(groups, n, k)" if transpose_rhs else "(groups, k, n)"),
+        ("group_sizes", group_sizes, "(groups,)"),
+    ):
+        shape = jnp.shape(array)
+        if len(shape) != axes.count(",") + (name != "group_sizes"):
+            raise ValueError(f"grouped_matmul: {name} has shape {shape}; it must be {axes}")
+        if 0 in shape:
+            raise ValueError(f"grouped_matmul: {name} has shape {shape}; no axis may be empty")
+    for name, array in (("lhs", lhs), ("rhs", rhs)):
+        _floating(name, jnp.result_type(array))
+    if lhs.dtype != rhs.dtype:
+        raise TypeError(
+            f"grouped_matmul: lhs is {lhs.dtype} and rhs is {rhs.dtype}; they must have one dtype "
+            "(cast one; preferred_element_type sets that of the result)"
+        )
+    if isinstance(transpose_rhs, jax.core.Tracer) or transpose_rhs not in (True, False):
+        raise TypeError(f"grouped_matmul: transpose_rhs must be True or False, got {transpose_rhs}")
+    shared = rhs.shape[2 if transpose_rhs else 1]
+    if lhs.shape[1] != shared:
+        other = "transposed " if transpose_rhs else ""
+        raise ValueError(
+            f"grouped_matmul: lhs {lhs.shape} has {lhs.shape[1]} columns and the matrices of "
+            f"{other}rhs {rhs.shape} have {shared} rows; these must be equal"
+        )
+    _check_groups(group_sizes, lhs.shape[0], rhs.shape[0], group_offset)
+
+
+def _check_groups(group_sizes: Any, rows: int, groups: int, group_offset: Any) -> None:
+    dtype, listed = jnp.result_type(group_sizes), jnp.shape(group_sizes)[0]
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(f"grouped_matmul: group_sizes is {dtype}; it must be integers")
+    if group_offset is None and listed != groups:
+        raise ValueError(
+            f"grouped_matmul: group_sizes has {listed} groups and rhs {groups} matrices; these "
+            "must be equal (or give group_offset, if rhs holds some of the groups only)"
+        )
+    if listed < groups:
+        raise ValueError(
+            f"grouped_matmul: group_sizes has {listed} groups, and rhs has more matrices, {groups}"
+        )
+    if group_offset is not None:
+        _check_offset(group_offset, listed - groups)
+    if not isinstance(group_sizes, jax.core.Tracer):
+        sizes = np.asarray(group_sizes).astype(np.int64)
+        if sizes.min() < 0:
+            raise ValueError(f"grouped_matmul: group_sizes has a negative size: {sizes.tolist()}")
+        if sizes.sum() > rows:
+            raise ValueError(
+                f"grouped_matmul: group_sizes add up to {sizes.sum()}, but lhs has {rows} rows"
+            )
+
+
+def _check_offset(group_offset: Any, largest: int) -> None:
+    if not jnp.issubdtype(jnp.result_type(group_offset), jnp.integer):
+        raise TypeError(f"grouped_matmul: group_offset must be an integer, got {group_offset!r}")
+    if jnp.size(group_offset) != 1:
+        raise ValueError(
+            f"grouped_matmul: group_offset has shape {jnp.shape(group_offset)}; it is one number"
+        )
+    if not isinstance(group_offset, jax.core.Tracer):
+        offset = int(np.asarray(group_offset).reshape(()))
+        if not 0 <= offset <= largest:
+            raise ValueError(
+                f"grouped_matmul: group_offset is {offset}; with these group_sizes and rhs it must "
+                f"be from 0 to {largest}"
+            )
+
+
+def _floating(name: str, dtype: Any) -> np.dtype[Any]:
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"grouped_matmul: {name} is {jnp.dtype(dtype)}; it must be a floating type, such as "
+            "float32 or bfloat16"
+        )
+    checked: np.dtype[Any] = np.dtype(dtype)
+    return checked
+
+
+def _precision(precision: Any) -> str:
+    try:
+        return jax.lax.Precision(precision).name.lower()
+    except ValueError as error:
+        raise ValueError(
+            f"grouped_matmul: precision is {precision!r}; it must be 'default', 'high' or 'highest'"
+        ) from error

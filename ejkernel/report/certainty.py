@@ -1,0 +1,92 @@
+"""The part of the page that says how sure it is, and why."""
+
+from __future__ import annotations
+
+from ..markup import Markup, joined, tag
+from .pieces import chip, notes
+from .plots import axis_line, gain_axis, gain_row, gain_ticks
+from .record import Gain, Operation, Run
+from .words import Finding, headline, how_sure, limits, times
+
+
+def certainty(run: Run) -> Markup:
+    """The part as a whole."""
+    shown: list[tuple[str, Gain | None, Finding]] = []
+    if run.model is not None and run.model.gain.high > 0:
+        shown.append((run.model.what, run.model.gain, headline(run).finding))
+    shown += [(o.name, o.gain, how_sure(o)) for o in run.operations]
+    axis = gain_axis([gain for _, gain, _ in shown if gain is not None])
+    rows = [
+        gain_row(name, gain, axis, chip(finding), _gain_tip(name, gain, finding), i == 0)
+        for i, (name, gain, finding) in enumerate(shown)
+    ]
+    marks = [(tick, "as before" if tick == 1 else times(tick)) for tick in gain_ticks(axis)]
+    plot = tag(
+        "div",
+        axis_line(axis, marks, "times faster"),
+        tag("ul", *rows, class_="rows", aria_label="How many times faster, with limits"),
+        class_="plot wide",
+    )
+    sentences = tag(
+        "dl",
+        *(
+            joined([tag("dt", o.name, " ", chip(how_sure(o))), tag("dd", _why_sure(o))])
+            for o in run.operations
+        ),
+    )
+    return joined(
+        [
+            tag(
+                "div",
+                tag("h2", "The gain, and between which limits it surely lies"),
+                plot,
+                class_="card",
+            ),
+            tag("div", tag("h2", "Is the chosen config the best one?"), sentences, class_="card"),
+            tag("div", tag("h2", "How it was measured"), notes(_method(run)), class_="card"),
+        ]
+    )
+
+
+def _gain_tip(name: str, gain: Gain | None, finding: Finding) -> str:
+    if gain is None:
+        return f"{name}: {finding.sentence}"
+    if gain.high <= gain.low:
+        return f"{name}: the heuristic config was chosen\n{finding.sentence}"
+    return f"{name}: {times(gain.times)}, surely {limits(gain)}\n{finding.sentence}"
+
+
+def _why_sure(operation: Operation) -> str:
+    words = how_sure(operation).sentence
+    lead = operation.lead
+    if lead is not None and lead.times >= 1:
+        words += (
+            f" The best other candidate takes {times(lead.times)} its time (surely {limits(lead)})."
+        )
+    if operation.measured:
+        words += f" Timed: {operation.measured}"
+        words += f", {'the device’s own' if operation.clock == 'device' else 'wall'} clock."
+    if operation.notes:
+        words += f" {'; '.join(operation.notes)}."
+    return words
+
+
+def _method(run: Run) -> tuple[str, ...]:
+    return (
+        "Every config was compiled, run, and its output compared with the reference before its "
+        "time counted; one that is wrong, fails or changes its mind is never chosen.",
+        "The rest ran in turns, in a changing order, so that a slow moment of the machine hits "
+        "all of them alike. A time is the mean of the fastest two thirds of the samples.",
+        "“Before” is the heuristic config, the one used without tuning. It ran in the same race to "
+        "its end, and is replaced only by one that is faster by more than the noise.",
+        "The limits hold the ratio of times within rounds with 98 % certainty, whatever the noise "
+        "is like; of fewer than seven rounds they are all that was seen.",
+        *(
+            (
+                "The whole model ran with the heuristic configs and with the tuned ones in turns, "
+                f"{len(run.model.before)} times each, on the wall clock.",
+            )
+            if run.model is not None
+            else ()
+        ),
+    )

@@ -1,0 +1,160 @@
+"""The space of an operation's configs: its dimensions, and maps of two of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .record import Candidate, Operation
+
+MOST_MAPS = 6
+MOST_VALUES = 32  # of one dimension; a larger map cannot be read
+
+Value = str | int | float | bool | None
+
+
+def flat(config: Any) -> dict[str, Value]:
+    """A config's fields by their path, without those that are None.
+
+    >>> flat({"fwd": {"block": 64, "warps": None}, "dtype": {"$dtype": "bfloat16"}})
+    {'fwd.block': 64, 'dtype': 'bfloat16'}
+    """
+    found: dict[str, Value] = {}
+    _flatten(config, "", found)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _flatten(value: Any, path: str, found: dict[str, Value]) -> None:
+    if isinstance(value, Mapping):
+        tagged = next((tag for tag in ("$dtype", "$float", "$enum", "$set") if tag in value), None)
+        if tagged is not None:
+            found[path or "config"] = str(value[tagged])
+            return
+        for name, item in value.items():
+            if name != "$type":
+                _flatten(item, f"{path}.{name}" if path else str(name), found)
+    elif isinstance(value, (list, tuple)):
+        found[path or "config"] = "×".join(str(item) for item in value)
+    elif value is None or isinstance(value, (str, int, float, bool)):
+        found[path or "config"] = value
+    else:
+        found[path or "config"] = str(value)
+
+
+def described(config: Any, only: Sequence[str] | None = None) -> str:
+    """A config in one line; `only` these dimensions, if it has any of them.
+
+    >>> described({"fwd": {"q": 64, "k": 32}, "rows": 8}), described({"rows": 8, "b": 1}, ["rows"])
+    ('fwd(q=64 k=32) rows=8', 'rows=8')
+    """
+    fields = flat(config)
+    wanted = {name: value for name, value in fields.items() if only is None or name in only}
+    parts = []
+    for group, names in itertools.groupby(wanted or fields, lambda name: name.rpartition(".")[0]):
+        inside = " ".join(f"{name.rpartition('.')[2]}={fields[name]}" for name in names)
+        parts.append(f"{group}({inside})" if group else inside)
+    return " ".join(parts) or "default"
+
+
+def dimensions(operation: Operation) -> list[str]:
+    """The dimensions in which the candidates differ; the one that matters most first."""
+    every = [flat(candidate.config) for candidate in operation.candidates]
+    names = dict.fromkeys(name for fields in every for name in fields)
+    varying = [name for name in names if len({str(fields.get(name)) for fields in every}) > 1]
+    timed = [(flat(c.config), c.seconds) for c in operation.candidates if c.seconds]
+    return sorted(varying, key=lambda name: -_importance(name, timed))
+
+
+def _importance(name: str, timed: Sequence[tuple[dict[str, Value], float]]) -> float:
+    """How much of the differences in time this dimension explains by itself, 0 to 1.
+
+    Corrected for its number of values: one value per candidate would explain everything.
+    """
+    groups: dict[str, list[float]] = {}
+    for fields, seconds in timed:
+        groups.setdefault(str(fields.get(name)), []).append(math.log(seconds))
+    logs = [log for group in groups.values() for log in group]
+    count, kinds = len(logs), len(groups)
+    if count <= kinds or kinds < 2:
+        return 0.0
+    middle = statistics.fmean(logs)
+    total = sum((log - middle) ** 2 for log in logs)
+    inside = sum((log - statistics.fmean(group)) ** 2 for group in groups.values() for log in group)
+    if total <= 0:
+        return 0.0
+    return max(0.0, 1 - (inside / (count - kinds)) / (total / (count - 1)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One place of a map: the best candidate with these two values, and how many there are."""
+
+    candidate: Candidate
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Map:
+    """The times over two dimensions; where there are more, the best over the others."""
+
+    down: str
+    across: str
+    rows: tuple[Value, ...]
+    columns: tuple[Value, ...]
+    cells: Mapping[tuple[Value, Value], Cell]
+    best_of_others: bool
+
+
+def maps(operation: Operation) -> list[Map]:
+    """Maps of pairs of dimensions, the most telling first. None if there are no two dimensions.
+
+    Dimensions of one part of a config (`fwd.q`, `fwd.kv`) belong together and come first; then
+    those that matter and whose combinations were tried.
+    """
+    names = dimensions(operation)
+    timed = [(flat(c.config), c.seconds) for c in operation.candidates if c.seconds]
+    weight = {name: _importance(name, timed) for name in names}
+    found = []
+    for a, b in itertools.combinations(names, 2):
+        drawn = _map(operation, a, b, len(names) > 2)
+        if drawn is None:
+            continue
+        tried = sum(cell.candidate.seconds is not None for cell in drawn.cells.values())
+        share = tried / (len(drawn.rows) * len(drawn.columns))
+        together = a.rpartition(".")[0] == b.rpartition(".")[0]
+        found.append(((together, (weight[a] + weight[b]) * share, share), drawn))
+    found.sort(key=lambda pair: pair[0], reverse=True)
+    return [drawn for _, drawn in found[:MOST_MAPS]]
+
+
+def _map(operation: Operation, a: str, b: str, more: bool) -> Map | None:
+    down, across = sorted((a, b))
+    cells: dict[tuple[Value, Value], Cell] = {}
+    for candidate in operation.candidates:
+        fields = flat(candidate.config)
+        place = (fields.get(down), fields.get(across))
+        old = cells.get(place)
+        better = old is None or _rank(candidate) < _rank(old.candidate)
+        cells[place] = Cell(
+            candidate if better or old is None else old.candidate, 1 + (old.count if old else 0)
+        )
+    rows, columns = (tuple(sorted({place[i] for place in cells}, key=_order)) for i in (0, 1))
+    small = len(rows) <= MOST_VALUES and len(columns) <= MOST_VALUES
+    return Map(down, across, rows, columns, cells, more) if small else None
+
+
+def _rank(candidate: Candidate) -> tuple[int, float]:
+    """Measured before refused before not tried: what is known says more."""
+    if candidate.seconds is not None:
+        return (0, candidate.seconds)
+    return (2, 0.0) if candidate.verdict == "not tried" else (1, 0.0)
+
+
+def _order(value: Value) -> tuple[int, float, str]:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return (0, float(value), "")
+    return (1, 0.0, str(value))

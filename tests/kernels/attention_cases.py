@@ -1,0 +1,106 @@
+"""Inputs of attention, and the comparison with the reference that its tests share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels.flash_attention import FlashAttentionConfig, attention_reference
+from ejkernel.kernels.flash_attention.arguments import checked_window
+from ejkernel.modules import flash_attention
+from ejkernel.ops import BwdParams, FwdParams
+
+QUICK: Any = {"xla_backend_optimization_level": 0}  # most of a test is compiling
+BLOCKS = FlashAttentionConfig(
+    FwdParams(q_blocksize=8, kv_blocksize=4, blocksize_heads=2),
+    BwdParams(q_blocksize=4, kv_blocksize=8, blocksize_heads=1),
+)
+KEY = jax.random.key(7)
+BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN, DIM = 2, 4, 2, 19, 23, 4
+
+
+def arrays(
+    q_len: int = Q_LEN,
+    kv_len: int = KV_LEN,
+    *,
+    batch: int = BATCH,
+    heads: int = HEADS,
+    kv_heads: int = KV_HEADS,
+    dim: int = DIM,
+    value_dim: int = DIM,
+    dtype: Any = jnp.float32,
+) -> dict[str, jax.Array]:
+    shapes = {
+        "q": (batch, q_len, heads, dim),
+        "k": (batch, kv_len, kv_heads, dim),
+        "v": (batch, kv_len, kv_heads, value_dim),
+    }
+    numbers = np.random.default_rng(q_len * 100 + kv_len)
+    return {n: jnp.asarray(numbers.standard_normal(s), dtype) for n, s in shapes.items()}
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def integers(low: int, high: int, *shape: int, ordered: bool = False) -> jax.Array:
+    drawn = np.random.default_rng(3).integers(low, high, shape)
+    return jnp.asarray(np.sort(drawn, axis=-1) if ordered else drawn, jnp.int32)
+
+
+def naive(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> Any:
+    """The reference, called as users call."""
+    if options.get("window") is not None:
+        options["window"] = checked_window(options["window"], options.get("causal", False))
+    if "dropout_key" in options:
+        options["dropout_key"] = jax.random.key_data(options["dropout_key"])
+    for name in ("bias", "mask"):
+        if name in options:
+            x = options[name]
+            options[name] = x.reshape((1,) * (4 - x.ndim) + x.shape)
+    return attention_reference(q, k, v, **options)
+
+
+def agree(
+    inputs: dict[str, jax.Array],
+    options: dict[str, Any],
+    cfg: FlashAttentionConfig | None = BLOCKS,
+    tolerance: float = 3e-5,
+) -> dict[str, Any]:
+    """Check the outputs and the gradients of everything that has one; returns the gradients."""
+    learned = {name: options[name] for name in ("bias", "sinks") if name in options}
+    fixed = {name: x for name, x in options.items() if name not in learned}
+
+    def loss_and_out(attention: Any, extra: dict[str, Any]) -> Any:
+        def loss(inputs: dict[str, jax.Array]) -> Any:
+            out = attention(**inputs, **fixed, **extra)
+            parts = out if isinstance(out, tuple) else (out,)
+            total = jnp.float32(0)
+            for seed, part in enumerate(parts):
+                seen = jnp.where(jnp.isneginf(part), 0.0, part.astype(jnp.float32))
+                total += (seen * normal(*part.shape, seed=seed)).sum()
+            return total, parts
+
+        gradient = jax.value_and_grad(loss, has_aux=True)
+        return jax.jit(gradient, compiler_options=QUICK)({**inputs, **learned})
+
+    (_, got), got_gradients = loss_and_out(flash_attention, {"cfg": cfg} if cfg else {})
+    (_, wanted), wanted_gradients = loss_and_out(naive, {})
+    pairs = [("out", got[0], wanted[0]), *zip(("lse",), got[1:], wanted[1:], strict=False)]
+    pairs += [(f"d{n}", got_gradients[n], wanted_gradients[n]) for n in wanted_gradients]
+    for name, mine, truth in pairs:
+        assert (mine.shape, mine.dtype) == (truth.shape, truth.dtype), name
+        # In numpy: the fixture that isolates tests makes JAX compile even the smallest thing anew.
+        mine, truth = np.asarray(mine).astype(np.float32), np.asarray(truth).astype(np.float32)
+        scale = max(1.0, float(np.abs(np.where(np.isneginf(truth), 0, truth)).max()))
+        np.testing.assert_allclose(
+            mine,
+            truth,
+            rtol=tolerance,
+            atol=tolerance * scale,
+            err_msg=name,
+        )
+    return got_gradients
