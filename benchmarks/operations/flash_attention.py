@@ -14,23 +14,36 @@ import jax.numpy as jnp
 from benchmarks.side_by_side import Call, Comparison, outside_jax
 from ejkernel.kernels.flash_attention import FlashAttention
 from ejkernel.modules import flash_attention
+from ejkernel.native import FLASH_ATTENTION, why_not
 
 KERNEL = FlashAttention()
 
 
+# The largest ratios that are promised at lengths of 1024 to 4096: (forward, forward and backward).
+PROMISED = {
+    ("xla", "jax.nn"): (0.35, 1.0),
+    ("xla", "torch"): (1.25, 1.2),
+    ("cpu", "torch"): (0.9, 0.95),
+}
+PROMISED_IF_CAUSAL = {("cpu", "torch"): (0.8, 0.95)}
+
+
 def comparisons() -> Iterator[Comparison]:
     """8 heads of 64, float32: the sizes of the promise, and short, long and many sequences."""
-    for length, causal in itertools.product((256, 512, 1024, 2048, 4096), (False, True)):
-        promised = 1024 <= length <= 4096
-        yield _comparison(1, length, causal, backward=False, promised=promised)
-        yield _comparison(1, length, causal, backward=True, promised=promised)
-    for batch, length in ((8, 256), (4, 1024)):
-        yield _comparison(batch, length, True, backward=False, promised=False)
-        yield _comparison(batch, length, True, backward=True, promised=False)
+    names = ["xla"] if why_not(FLASH_ATTENTION) else ["cpu", "xla"]
+    for name, length, causal in itertools.product(
+        names, (1024, 2048, 4096, 256, 512), (False, True)
+    ):
+        promised = length >= 1024
+        yield _comparison(name, 1, length, causal, backward=False, promised=promised)
+        yield _comparison(name, 1, length, causal, backward=True, promised=promised)
+    for name, (batch, length) in itertools.product(names, ((8, 256), (4, 1024))):
+        yield _comparison(name, batch, length, True, backward=False, promised=False)
+        yield _comparison(name, batch, length, True, backward=True, promised=False)
 
 
 def _comparison(
-    batch: int, length: int, causal: bool, *, backward: bool, promised: bool
+    implementation: str, batch: int, length: int, causal: bool, *, backward: bool, promised: bool
 ) -> Comparison:
     def arguments() -> tuple[jax.Array, ...]:
         shape = (batch, length, 8, 64)
@@ -49,15 +62,19 @@ def _comparison(
         return both if backward else forward
 
     peers = {"jax.nn": of(partial(jax.nn.dot_product_attention, is_causal=causal))}
-    limits = {"jax.nn": 1.0 if backward else 0.35} if promised else {}
     if importlib.util.find_spec("torch"):
         peers["torch"] = outside_jax(_torch(causal, backward=backward))
-        if promised:
-            limits["torch"] = 1.2 if backward else 1.25
+    table = PROMISED | PROMISED_IF_CAUSAL if causal else PROMISED
+    limits = {
+        peer: table[implementation, peer][backward]
+        for peer in peers
+        if promised and (implementation, peer) in table
+    }
     direction = "forward+backward" if backward else "forward"
     return Comparison(
-        name=f"{direction} batch {batch} length {length} {'causal' if causal else 'full'}",
-        ours=of(partial(flash_attention, causal=causal)),
+        name=f"{direction} batch {batch} length {length} {'causal' if causal else 'full'}, "
+        f"{'C++' if implementation == 'cpu' else 'XLA'}",
+        ours=of(partial(flash_attention, causal=causal, implementation=implementation)),
         peers=peers,
         arguments=arguments,
         limits=limits,

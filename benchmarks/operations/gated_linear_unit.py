@@ -26,9 +26,7 @@ SIZES = (
 )
 
 
-# Nearly all of the time are dense products, the same in both: for most sizes XLA makes the same
-# program of both, and what differs is noise.
-LIMIT = {"plain jax": 1.05}
+LIMIT = {"plain jax": 1.0}
 
 
 def plain(x: Any, w_gate: Any, w_up: Any) -> Any:
