@@ -15,9 +15,6 @@ _THREADED_TILE = 512 * 256
 # again as 8 heads need, because equal blocks are seldom the smallest that are large enough.
 _CACHED_TILE = 12 * _THREADED_TILE
 
-# The same where one core works on a tile: what its own cache holds.
-_CACHED_SMALL_TILE = _THREADED_TILE // 2
-
 
 class Blocks(NamedTuple):
     """Most queries, keys, and key heads (those of all examples counted) in a tile."""
@@ -57,19 +54,18 @@ def default_blocks(
     left, right = window or (None, None)
     width = left + right if left is not None and right is not None else _THREADED_TILE
     corner = causal and not backward and 128 * 128 < q_len * k_len <= 512 * 512
-    cached = _CACHED_SMALL_TILE
     if corner or width <= 512:
         block_q, block_k = min(q_len, 64), min(k_len, 64)
     elif group * q_len * k_len < _THREADED_TILE:
         block_q, block_k = q_len, k_len
     elif backward:
         block_k, block_q = _long_and_short_block(k_len, q_len, short_rows=group)
-        cached = _CACHED_TILE
     else:
         block_q, block_k = _long_and_short_block(q_len, k_len, long_rows=group)
-        cached = _CACHED_TILE
-    in_cache = max(1, cached // (group * block_q * block_k))
-    heads = min(in_cache, kv_heads if by_example else batch * kv_heads)
+    heads = batch * kv_heads
+    in_cache = max(1, _CACHED_TILE // (group * block_q * block_k))
+    if by_example or heads > in_cache:
+        heads = min(kv_heads, in_cache)  # of one example: two of ten were slower than one or all
     return Blocks(block_q, block_k, heads)
 
 
