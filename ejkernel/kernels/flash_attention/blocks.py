@@ -15,9 +15,6 @@ _THREADED_TILE = 512 * 256
 # again as 8 heads need, because equal blocks are seldom the smallest that are large enough.
 _CACHED_TILE = 12 * _THREADED_TILE
 
-# Left and right of a window together, up to which small tiles skip more than threads would gain.
-_NARROW = 256
-
 
 class Blocks(NamedTuple):
     """Most queries, keys, and key heads (those of all examples counted) in a tile."""
@@ -44,9 +41,9 @@ def default_blocks(
       further beyond the diagonal; 1024 x 512 was 1.1 to 2 times slower, 256 x 256 up to 1.7 times.
     * The forward pass prefers long query blocks, because each one reads all keys. In the backward
       pass the roles are exchanged.
-    * If even the whole matrix is too small for threads, one tile is best, except in a causal
-      forward pass, where tiles of 64 skip almost half of the work.
-    * A narrow window is worth tiles that are too small for threads: they skip more.
+    * If even the whole matrix is too small for threads, one tile is best.
+    * What small tiles skip can be worth more than threads: tiles of 64 in a causal forward pass of
+      129 to 512 (0.6 of the time there), and in narrow windows (down to half of the time).
     * More than 8 heads at once leave the caches: a batch of 4 then takes up to 5 times as long.
     * ``head_dim`` changed the times but never the order, so it is not used.
 
@@ -55,16 +52,20 @@ def default_blocks(
     (batch, q_len, q_heads, _), (_, k_len, kv_heads, _) = q_shape, k_shape
     group = q_heads // kv_heads  # the heads that share keys are rows of the same tile
     left, right = window or (None, None)
-    narrow = left is not None and right is not None and left + right <= _NARROW
-    if group * q_len * k_len < _THREADED_TILE or narrow:
-        largest = 128 if narrow else 64 if causal and not backward else _THREADED_TILE
-        block_q, block_k = min(q_len, largest), min(k_len, largest)
+    width = left + right if left is not None and right is not None else _THREADED_TILE
+    corner = causal and not backward and 128 * 128 < q_len * k_len <= 512 * 512
+    if corner or width <= 512:
+        block_q, block_k = min(q_len, 64), min(k_len, 64)
+    elif group * q_len * k_len < _THREADED_TILE:
+        block_q, block_k = q_len, k_len
     elif backward:
         block_k, block_q = _long_and_short_block(k_len, q_len, short_rows=group)
     else:
         block_q, block_k = _long_and_short_block(q_len, k_len, long_rows=group)
+    heads = batch * kv_heads
     in_cache = max(1, _CACHED_TILE // (group * block_q * block_k))
-    heads = min(in_cache, kv_heads if by_example else batch * kv_heads)
+    if by_example or heads > in_cache:
+        heads = min(kv_heads, in_cache)  # of one example: two of ten were slower than one or all
     return Blocks(block_q, block_k, heads)
 
 
