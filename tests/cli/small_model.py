@@ -17,7 +17,7 @@ class Config:
     rows: int = 8
 
 
-class RowSum(Kernel[Config, jax.Array]):
+class SmallRowSum(Kernel[Config, jax.Array]):
     def run(self, x, *, cfg):
         return jax.lax.map(lambda c: c.sum(1), x.reshape(-1, cfg.rows, x.shape[1])).reshape(-1)
 
@@ -40,7 +40,7 @@ class Slow(Kernel[Config, jax.Array]):
         return [Config(8), Config(16)]
 
 
-row_sum = RowSum()
+row_sum = SmallRowSum()
 slow = Slow()
 
 

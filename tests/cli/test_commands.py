@@ -26,7 +26,7 @@ def test_tune_keeps_the_config_and_writes_a_record(ej, tuned, cache):
     assert operation["call_key"] == key.call_key
     assert PersistentCache().entry(key)["config"] == operation["config"]
     assert tuned.data["model"]["what"] == "small_model:tuned"
-    assert "[1/1] row_sum@v1: measured 2 of 2 candidates" in tuned.err
+    assert "[1/1] small_row_sum@v1: measured 2 of 2 candidates" in tuned.err
     assert tuned.data["record"].startswith(str(cache / "runs"))
     again = ej("tune", "small_model:tuned", "--no-bench")
     assert again.code == 0
@@ -87,7 +87,7 @@ def test_tune_a_program_of_another_run(ej, tmp_path):
     file = tmp_path / "program.mlir"
     file.write_text(small_model.lowered().as_text())
     listed = ej("labels", file, "--json").data["labels"]
-    assert [label["op_id"] for label in listed] == ["row_sum@v1"]
+    assert [label["op_id"] for label in listed] == ["small_row_sum@v1"]
     assert listed[0]["signature"] == "float32[32,4]"
     assert listed[0]["config"] is None
     done = ej("tune", "--hlo", file, "--effort", "quick")
@@ -112,9 +112,9 @@ def test_tune_what_a_function_may_return(ej, name):
 
 
 def test_an_operation_that_cannot_be_tuned_is_said_and_counts(ej, tmp_path):
-    text = small_model.lowered().as_text().replace("small_model:RowSum", "small_model:NoSuch")
+    text = small_model.lowered().as_text().replace("small_model:SmallRowSum", "small_model:NoSuch")
     file = tmp_path / "program.mlir"
-    file.write_text(text.replace("row_sum@v1", "row_max@v1"))
+    file.write_text(text.replace("small_row_sum@v1", "row_max@v1"))
     done = ej("tune", "--hlo", file)
     assert done.code == 1
     assert "not tuned: ejkernel_ops#row_max@v1" in done.out

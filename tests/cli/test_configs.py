@@ -27,7 +27,7 @@ def test_list_shows_each_entry(ej, store):
     assert "3 entries in" in done.out
     lines = done.out.splitlines()
     (row,) = [line for line in lines if KEY.call_key in line]
-    assert "row_sum@v1" in row
+    assert "small_row_sum@v1" in row
     assert "float32[32,4]" in row
     assert "rows=16" in row
     assert "1 ms" in row
@@ -37,8 +37,8 @@ def test_list_shows_each_entry(ej, store):
 
 
 def test_list_filters_and_gives_json(ej, store):
-    entries = ej("configs", "list", "--json", "--op", "row_sum").data["entries"]
-    assert {entry["op_id"] for entry in entries} == {"row_sum@v1"}
+    entries = ej("configs", "list", "--json", "--op", "small_row_sum").data["entries"]
+    assert {entry["op_id"] for entry in entries} == {"small_row_sum@v1"}
     (entry,) = ej("configs", "list", "--json", "--device", "tpu").data["entries"]
     assert entry["config"] == {"block": 64}
     assert ej("configs", "list", "--json", "--device", "here").data["entries"][0]["device"] == (
@@ -57,8 +57,8 @@ def test_show_finds_an_entry_by_key_beginning_label_and_name(ej, store):
     for wanted in (
         KEY.call_key,
         KEY.call_key[:6],
-        f"row_sum@v1:{KEY.call_key}",
-        f"ejkernel_ops#row_sum@v1:{KEY.call_key}",
+        f"small_row_sum@v1:{KEY.call_key}",
+        f"ejkernel_ops#small_row_sum@v1:{KEY.call_key}",
     ):
         done = ej("configs", "show", wanted, "--json")
         assert done.code == 0, done.err
@@ -70,7 +70,7 @@ def test_show_finds_an_entry_by_key_beginning_label_and_name(ej, store):
 
 
 def test_show_says_when_it_does_not_know_which(ej, store):
-    done = ej("configs", "show", "row_sum")
+    done = ej("configs", "show", "small_row_sum")
     assert done.code == 2
     assert "fits 2 entries" in done.err
     done = ej("configs", "show", "softmax")
@@ -142,7 +142,7 @@ def test_verify_names_problems_and_ends_with_one(ej, store):
     assert "no kernel of this name and version is loaded" in done.out
     assert "3 entries" in done.out
     assert "2 with a problem" in done.out
-    good = ej("configs", "verify", "--op", "row_sum", "--json").data
+    good = ej("configs", "verify", "--op", "small_row_sum", "--json").data
     assert [problem["call_key"] for problem in good["problems"]] != [KEY.call_key]
 
 
