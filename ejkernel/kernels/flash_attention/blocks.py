@@ -45,6 +45,7 @@ def default_blocks(
     * What small tiles skip can be worth more than threads: tiles of 64 in a causal forward pass of
       129 to 512 (0.6 of the time there), and in narrow windows (down to half of the time).
     * More than 8 heads at once leave the caches: a batch of 4 then takes up to 5 times as long.
+    * Forward, a whole head that is about 128 x 128 is best alone: it stays with its core.
     * ``head_dim`` changed the times but never the order, so it is not used.
 
     Where examples have lengths or segments of their own (`by_example`), one at a time skips most.
@@ -64,7 +65,9 @@ def default_blocks(
         block_q, block_k = _long_and_short_block(q_len, k_len, long_rows=group)
     heads = batch * kv_heads
     in_cache = max(1, _CACHED_TILE // (group * block_q * block_k))
-    if by_example or heads > in_cache:
+    if not backward and 64 * 64 < group * q_len * k_len <= 128 * 128:
+        heads = 1
+    elif by_example or heads > in_cache:
         heads = min(kv_heads, in_cache)  # of one example: two of ten were slower than one or all
     return Blocks(block_q, block_k, heads)
 
