@@ -53,7 +53,7 @@ targets-setup: $(TARGETS_STAMP)
 targets: $(TARGETS_STAMP)
 	JAX_PLATFORMS=cpu $(TARGETS_VENV)/bin/python -c \
 	  "from ejkernel import targets; print(targets.available(ask=True))"
-	$(TARGETS_VENV)/bin/python -m pytest tests/targets
+	$(TARGETS_VENV)/bin/python -m pytest tests/targets -n auto --dist loadfile
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
