@@ -23,6 +23,7 @@ import jax
 
 from benchmarks.side_by_side import Call, prepared, race
 from ejkernel.modules import OPERATIONS
+from ejkernel.ops.core.partition import split
 from ejkernel.ops.tuner.inputs import realistic_inputs
 from ejkernel.ops.tuner.session import function_maker, tune_invocation
 from ejkernel.ops.tuner.tuner import Tuner
@@ -37,7 +38,7 @@ def judge(operation: str, call: Call, seconds: float) -> dict[str, Any]:
     ratio = low = high = 1.0
     if tuned != heuristic:
         args, kwargs = realistic_inputs(call.kernel, inv, 0)
-        arrays, rest = _split(args, kwargs)
+        arrays, rest = split((args, kwargs))
         make = function_maker(inv, call.kernel)
 
         def of(cfg: Any) -> Any:
@@ -61,12 +62,6 @@ def judge(operation: str, call: Call, seconds: float) -> dict[str, Any]:
         "heuristic": str(heuristic),
         "tuned": str(tuned),
     }
-
-
-def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from ejkernel.ops.core.partition import split
-
-    return split((args, kwargs))
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import importlib
 from typing import Any
 
 from ejkernel.ops import Kernel, device_kind
-from ejkernel.ops.core.dispatch import SUFFIXES, suffix_order
+from ejkernel.ops.core.dispatch import defined_methods, suffix_order
 from ejkernel.ops.core.supports import Supports, reasons_against
 from ejkernel.ops.execution.tables import as_text
 from ejkernel.ops.utils.display import Displayed, Shown
@@ -110,10 +110,9 @@ def kernel_of(operation: str) -> Kernel[Any, Any]:
 def _rows(operation: str) -> list[Row]:
     kernel = kernel_of(operation)
     rows = []
-    for suffix in (*SUFFIXES, ""):
-        name = suffix or "run"
-        if getattr(type(kernel), f"run_{suffix}" if suffix else "run", None) in (None, Kernel.run):
-            continue
+    for method in defined_methods(type(kernel), "run", Kernel):
+        name = method.removeprefix("run_")
+        suffix = "" if name == "run" else name
         declared = kernel.supports.get(name, Supports())
         rows.append(
             Row(

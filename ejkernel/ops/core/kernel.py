@@ -27,6 +27,7 @@ from .space import Space
 from .supports import (
     IMPLEMENTATION,
     Supports,
+    demand_of,
     demanded,
     reasons_against,
     serving,
@@ -218,8 +219,7 @@ class Kernel(Generic[Cfg, Out]):
             raise TypeError(
                 f"kernel {self.full_op_id}: prepare must return (args, kwargs), got {result!r}"
             )
-        demand = {name: kwargs[name] for name in (IMPLEMENTATION,) if name in kwargs}
-        return tuple(result[0]), {**result[1], **demand}
+        return tuple(result[0]), {**result[1], **demand_of(kwargs)}
 
     def heuristic(self, inv: Invocation[Cfg, Out]) -> Cfg:
         """The heuristic config of the current device, checked."""

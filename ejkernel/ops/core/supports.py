@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -75,9 +75,14 @@ def demanded(inv: Invocation[Any, Any], cfg: Any = None) -> str | None:
     return name if name is not None else getattr(cfg, IMPLEMENTATION, None)
 
 
-def without_demand(kwargs: Any) -> dict[str, Any]:
+def without_demand(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords that the kernel's own methods see."""
     return {name: value for name, value in kwargs.items() if name != IMPLEMENTATION}
+
+
+def demand_of(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword that they do not see, if it is given."""
+    return {name: value for name, value in kwargs.items() if name == IMPLEMENTATION}
 
 
 def reasons_against(kernel: Kernel[Any, Any], name: str, inv: Invocation[Any, Any]) -> list[str]:

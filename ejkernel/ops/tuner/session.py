@@ -17,7 +17,7 @@ from ..core.implementation import run_unlabelled
 from ..core.invocation import BatchAxes, Invocation
 from ..core.kernel import Kernel
 from ..core.partition import Partition, split
-from ..core.supports import IMPLEMENTATION, without_demand
+from ..core.supports import demand_of, without_demand
 from ..utils.fingerprint import is_array
 from ..utils.stable import stable_json
 from .bench import CandidateError
@@ -217,7 +217,7 @@ def function_maker(
 ) -> Callable[[Any], Function]:
     """Gives the function of an invocation's arguments that runs a kernel with a config."""
 
-    demand = {n: inv.kwargs[n] for n in (IMPLEMENTATION,) if n in inv.kwargs}
+    demand = demand_of(inv.kwargs)
 
     def make(cfg: Any) -> Function:
         def function(*args: Any, **kwargs: Any) -> Any:
