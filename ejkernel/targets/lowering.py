@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import hashlib
 import math
-import threading
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from ..ops.tuner.inputs import batched_shapes, outside_trace
 from ..ops.tuner.session import function_maker
 from ..ops.tuner.worker import ANY_CUSTOM_CALL, Header
 from ..ops.utils.fingerprint import as_if_on
+from ..ops.utils.locations import without_locations
 from ..ops.utils.serialize import dtype_name
 from .catalog import Target, TargetError
 from .traffic import traffic_of
@@ -155,7 +155,7 @@ def lower(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], cfg: Any, target:
             exporting = export.export(
                 jitted, platforms=[target.platform], disabled_checks=ANY_CUSTOM_CALL
             )
-            with _no_locations():
+            with without_locations():
                 exported = exporting(arrays)
         jaxpr = getattr(traced, "jaxpr", traced)
         launches = tuple(_launches(jaxpr, 1))
@@ -175,27 +175,6 @@ def lower(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], cfg: Any, target:
         dynamic=_has_unknown(_loops(jaxpr)),
         bytes=max(edges, sum(known)) if launches and len(known) == len(moved) else edges,
     )
-
-
-_locations = threading.Lock()
-
-
-@contextlib.contextmanager
-def _no_locations() -> Iterator[None]:
-    """Programs without the lines they come from, which differ with whoever asks for the check.
-
-    Pallas writes them into the kernel's bytecode, where nothing can take them out again. The
-    setting is the process's; what another thread lowers meanwhile lacks its locations too, and
-    nothing else.
-    """
-    name = "jax_traceback_in_locations_limit"
-    with _locations:
-        before = getattr(jax.config, name)
-        jax.config.update(name, 0)
-        try:
-            yield
-        finally:
-            jax.config.update(name, before)
 
 
 def _plain(aval: Any) -> list[Any]:

@@ -22,6 +22,7 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.tuner.outcome import TuningFailed, TuningInterrupted, Verdict
 from ejkernel.ops.tuner.session import tune_invocation
+from ejkernel.ops.utils.locations import without_locations
 
 X = jnp.linspace(1.0, 2.0, 64)
 
@@ -321,3 +322,16 @@ def test_a_candidate_that_is_added_later_is_checked_too(tmp_path):
     tuned()
     kernel.kinds = ("zeros",)
     assert verdicts(tuned())["zeros"] is Verdict.WRONG
+
+
+def test_programs_are_lowered_without_locations_and_the_setting_comes_back():
+    name = "jax_traceback_in_locations_limit"
+    before = getattr(jax.config, name)
+    with without_locations():
+        with without_locations():  # a kernel is tuned while another one is traced
+            assert getattr(jax.config, name) == 0
+        assert getattr(jax.config, name) == 0
+    assert getattr(jax.config, name) == before
+    with pytest.raises(ZeroDivisionError), without_locations():
+        1 / 0  # noqa: B018
+    assert getattr(jax.config, name) == before

@@ -7,6 +7,7 @@ import gc
 import os
 import pathlib
 import signal
+import struct
 import subprocess
 import sys
 import textwrap
@@ -22,6 +23,7 @@ from ejkernel.ops.tuner import isolation, process
 from ejkernel.ops.tuner.bench import CandidateError, LocalBench
 from ejkernel.ops.tuner.isolation import CandidateDied, WorkerBench
 from ejkernel.ops.tuner.process import WorkerUnavailable, stop_worker, worker_pid
+from ejkernel.ops.tuner.worker import NOTICE
 
 ROOT = pathlib.Path(isolation.__file__).parents[3]
 X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
@@ -345,6 +347,37 @@ def test_a_crash_while_another_compiles_is_blamed_on_the_right_one(bench):
     assert bench.compare(innocent, innocent) is None
     assert not process.SHARED.one_at_a_time
     assert process.SHARED.compiling == set()
+
+
+def test_a_worker_that_is_lost_while_it_compiles_is_replaced(bench):
+    ran(bench, double)
+    lowered = bench.lower(slow_to_compile)
+    compiled = []
+    thread = threading.Thread(target=lambda: compiled.append(bench.compile(lowered)))
+    thread.start()
+    deadline = time.monotonic() + 60
+    while not process.SHARED.compiling and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.3)  # the request is answered, compiling goes on for seconds
+    os.kill(worker_pid(), signal.SIGKILL)
+    thread.join(120)
+    assert not thread.is_alive()  # it heard of the end, and did not wait for a notice any more
+    bench.run(compiled[0])
+
+
+@pytest.mark.parametrize("dies_first", [True, False])
+def test_notices_are_heard_before_and_after(dies_first):
+    reading, writing = os.pipe()
+    notices = process.Notices(reading)
+    expected, other = notices.expect(7), notices.expect(8)
+    if not dies_first:
+        os.write(writing, struct.pack(NOTICE, 7))
+        assert expected.wait(10)
+        assert not other.is_set()
+    os.close(writing)
+    assert expected.wait(10)
+    assert other.wait(10)
+    assert notices.expect(9).wait(10)  # nobody will tell it any more
 
 
 def test_what_compiles_too_long_is_ended_and_stays_dead(bench):

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 import jax
 
+from ..utils.locations import without_locations
 from ..utils.stable import short_hash
 from .clock import Stopwatch
 from .device_time import DeviceTime, has_device_time
@@ -126,7 +127,8 @@ class LocalBench:
         def program(arrays: list[Any]) -> Any:
             return function(*arrays)
 
-        lowered = jax.jit(program).lower(self._arrays)
+        with without_locations():
+            lowered = jax.jit(program).lower(self._arrays)
         return Lowered(program_fingerprint(lowered.as_text()), lowered)
 
     def compile(self, lowered: Lowered) -> LocalHandle:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
-import re
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from jax import export
 from ejkernel.native import loading as native
 
 from ..utils.fingerprint import current_device
+from ..utils.locations import without_locations
 from ..utils.stable import short_hash
 from .bench import CandidateError, Clock, Function, Lowered
 from .judge import Wavering, differs
@@ -32,7 +34,6 @@ from .worker import ANY_CUSTOM_CALL, Blob, Header, describe, raw
 
 T = TypeVar("T")
 
-_POLL_SECONDS = 0.004
 _ATTEMPTS = 3  # of a request, if workers end for other reasons
 CARRIED_SETTINGS = (
     "jax_platforms",  # first: it counts until a device is asked for
@@ -41,11 +42,6 @@ CARRIED_SETTINGS = (
     "jax_default_prng_impl",
 )
 """JAX's settings that change programs: a process that measures for another one takes them over."""
-# Where in the user's files an operation comes from: definitions, and references at ends of lines.
-_LOCATION = re.compile(
-    r"""^\#loc\d*\ =\ .*\n | \ loc\((?:\#loc\d*|unknown|"(?:[^"\\]|\\.)*")\)""",
-    re.MULTILINE | re.VERBOSE,
-)
 
 
 class CandidateDied(CandidateError):
@@ -101,6 +97,7 @@ class WorkerHandle:
     loaded_in: int = 0
     output_in: int = 0
     warm_in: int = 0
+    compiled: threading.Event = dataclasses.field(default_factory=threading.Event)
     has_run: bool = False
     warm_ups: int = 0
 
@@ -170,13 +167,14 @@ class WorkerBench:
 
         abstract = [given.abstract for given in self._inputs]
         jitted = jax.jit(program)
-        jitted.trace(abstract)  # the user's own errors come out as they are
         exporting = export.export(
             jitted, platforms=[self._platform], disabled_checks=ANY_CUSTOM_CALL
         )
         try:
-            exported = exporting(abstract)
+            with without_locations():
+                exported = exporting(abstract)
         except Exception as error:
+            jitted.trace(abstract)  # the user's own errors come out as they are
             reason = f"it cannot be lowered for a worker: {type(error).__name__}: {error}"
             raise CandidateError(reason) from error
         if exported.nr_devices != 1 or exported.ordered_effects:
@@ -190,16 +188,15 @@ class WorkerBench:
         }
         # The module alone does not tell how its outputs are named and nested.
         named = [str(part) for part in jax.tree_util.tree_flatten_with_path(outputs)]
-        text = "\n".join((_LOCATION.sub("", exported.mlir_module()), *named))
-        return Lowered(
-            short_hash(text, 32),
-            _Program(exported.mlir_module_serialized, header, outputs),
-        )
+        module = exported.mlir_module_serialized
+        fingerprint = short_hash("\n".join((hashlib.sha256(module).hexdigest(), *named)), 32)
+        return Lowered(fingerprint, _Program(module, header, outputs))
 
     def compile(self, lowered: Lowered) -> WorkerHandle:
         handle = WorkerHandle(next(_NUMBERS), lowered)
         while not self._steadily(handle, lambda: self._is_compiled(handle)):
-            time.sleep(_POLL_SECONDS)  # others have their turn
+            # Others have their turn. The event may also mean that the worker is no more.
+            handle.compiled.wait(handle.begun_at + self._compile_seconds - time.monotonic())
         weakref.finalize(handle, SHARED.garbage.append, ("handle", self._number, handle.number))
         return handle
 
@@ -272,14 +269,19 @@ class WorkerBench:
         handle.loaded_in = SHARED.generation
 
     def _is_compiled(self, handle: WorkerHandle) -> bool:
-        """Begin compiling, or see whether that is done: several compile beside each other."""
-        if SHARED.one_at_a_time:
+        """Begin compiling, or see whether that is done: several compile beside each other.
+
+        One that compiled when an earlier worker ended is done alone: it may have been the reason.
+        """
+        if SHARED.one_at_a_time or handle.begun_in not in (0, SHARED.generation):
             self._compile(handle)
             return True
         program = handle.lowered.program
         if handle.begun_in != SHARED.generation:
             handle.begun_in, handle.begun_at = SHARED.generation, time.monotonic()
             SHARED.compiling.add(handle.number)
+            assert SHARED.process is not None
+            handle.compiled = SHARED.process.notices.expect(handle.number)
             self._ask(handle, "begin", "compiling", None, [program.module], **program.header)
             return False
         try:

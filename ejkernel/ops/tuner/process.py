@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from .bench import BenchUnavailable
-from .worker import Blob, Channel, Disconnected, Header
+from .worker import NOTICE, Blob, Channel, Disconnected, Header
 
 START_SECONDS = 120.0  # importing JAX takes seconds, on a busy machine many
 _LONGEST_LOG = 1 << 20
@@ -57,23 +58,25 @@ class Process:
         if os.name != "posix" or not sys.executable:
             raise WorkerUnavailable("workers need POSIX pipes and a Python executable")
         self._log = _unnamed_file()
-        requests, replies = os.pipe(), os.pipe()
+        requests, replies, notices = os.pipe(), os.pipe(), os.pipe()
+        theirs = (requests[0], replies[1], notices[1])
         path = json.dumps([str(folder) for folder in sys.path])
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, path, module, str(requests[0]), str(replies[1])],
+                [sys.executable, "-c", _PROGRAM, path, module, *map(str, theirs)],
                 env=environment,
-                pass_fds=(requests[0], replies[1]),
+                pass_fds=theirs,
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
                 start_new_session=True,  # Ctrl-C is the parent's affair
             )
         finally:
-            os.close(requests[0])
-            os.close(replies[1])
+            for descriptor in theirs:
+                os.close(descriptor)
         self.pid = self._process.pid
         self._channel = Channel(replies[0], requests[1])
+        self.notices = Notices(notices[0])
         self._closed = False
 
     def ask(
@@ -145,6 +148,46 @@ class Process:
         return f"; its last words: {words[-1][:300]}" if words else ""
 
 
+class Notices:
+    """What a worker tells unasked: the numbers of the handles whose programs are compiled.
+
+    To be waited for, where asking again and again would take the time of those who compile.
+    """
+
+    def __init__(self, reading: int) -> None:
+        self._reading = reading
+        self._lock = threading.Lock()
+        self._awaited: dict[int, threading.Event] = {}
+        self._ended = False
+        threading.Thread(target=self._listen, name="ejkernel-notices", daemon=True).start()
+
+    def expect(self, number: int) -> threading.Event:
+        """What is set as soon as this number is told, or none will be told any more."""
+        event = threading.Event()
+        with self._lock:
+            self._awaited[number] = event
+            if self._ended:
+                event.set()
+        return event
+
+    def forget_in_fork(self) -> None:
+        """Nobody listens in a forked child."""
+        os.close(self._reading)
+
+    def _listen(self) -> None:
+        while notice := os.read(self._reading, struct.calcsize(NOTICE)):
+            (number,) = struct.unpack(NOTICE, notice)
+            with self._lock:
+                event = self._awaited.pop(number, None)
+            if event is not None:
+                event.set()
+        os.close(self._reading)
+        with self._lock:
+            self._ended = True
+            for event in self._awaited.values():
+                event.set()
+
+
 def _unnamed_file() -> int:
     """A file for what a worker prints, without a name: it goes when the processes do."""
     created, name = tempfile.mkstemp(prefix="ejkernel-worker-")
@@ -200,6 +243,7 @@ class Shared:
         """A forked child has no worker: the one it sees is its parent's."""
         if self.process is not None:
             self.process.abandon()
+            self.process.notices.forget_in_fork()
         self.__init__()  # type: ignore[misc]  # the lock too: who held it is not here
 
 

@@ -1,4 +1,4 @@
-"""The process that candidates run in: `python -m ejkernel.ops.tuner.worker READ_FD WRITE_FD`.
+"""The process that candidates run in: `python -m ejkernel.ops.tuner.worker READ WRITE NOTICES`.
 
 It owns the device and runs none of the user's code: it is given StableHLO programs and input
 arrays, and does with them what `LocalBench` does. Whatever a program does to this process, the
@@ -31,6 +31,7 @@ from ..utils.serialize import dtype_name
 from .bench import CandidateError, Clock, LocalBench, LocalHandle, Lowered
 from .judge import differs
 
+NOTICE = "!Q"  # the number of a handle, in the pipe of what is told unasked
 MOST_COMPILERS = 8  # programs that are compiled at the same time
 
 Header = dict[str, Any]
@@ -192,21 +193,26 @@ class _Bench:
         self.device = device
         self.local = LocalBench(self.arrays, clock=clock)
         self.handles: dict[int, LocalHandle] = {}
-        self.compiling: dict[int, Future[LocalHandle]] = {}
+        self.compiling: dict[int, Future[tuple[LocalHandle, list[bytes]]]] = {}
         self._like: dict[str, export.Exported] = {}
+        self._making_like = threading.Lock()
 
     def program(self, header: Header, module: bytes) -> _Program:
         native.load_same(header["native"])
         signature = json.dumps([header["platform"], header["outputs"]])
-        if signature not in self._like:
-            outputs = [_abstract(description) for description in header["outputs"]]
-            trivial = jax.jit(lambda _: [jnp.zeros(out.shape, out.dtype) for out in outputs])
-            exporting = export.export(
-                trivial, platforms=[header["platform"]], disabled_checks=ANY_CUSTOM_CALL
-            )
-            inputs = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in self.arrays]
-            self._like[signature] = exporting(inputs)
+        with self._making_like:
+            if signature not in self._like:
+                self._like[signature] = self._trivial(header)
         return _Program(module, header["kept"], self._like[signature])
+
+    def _trivial(self, header: Header) -> export.Exported:
+        """A program with the same inputs and outputs that does nothing."""
+        outputs = [_abstract(description) for description in header["outputs"]]
+        trivial = jax.jit(lambda _: [jnp.zeros(out.shape, out.dtype) for out in outputs])
+        exporting = export.export(
+            trivial, platforms=[header["platform"]], disabled_checks=ANY_CUSTOM_CALL
+        )
+        return exporting([jax.ShapeDtypeStruct(array.shape, array.dtype) for array in self.arrays])
 
 
 # --- what the parent may ask for -----------------------------------------------------------------
@@ -215,7 +221,8 @@ class _Bench:
 class _Worker:
     """Does what the parent asks for: one method per request."""
 
-    def __init__(self) -> None:
+    def __init__(self, notices: int) -> None:
+        self._notices = notices
         self._benches: dict[int, _Bench] = {}
         self._compilers = ThreadPoolExecutor(MOST_COMPILERS)
 
@@ -258,23 +265,28 @@ class _Worker:
         return {}, _payload(handle.compiled)
 
     def do_begin(self, header: Header, blobs: list[bytearray]) -> tuple[Header, list[bytes]]:
-        """Compile beside what else is asked for; `compiled` is asked when it is done."""
+        """Compile beside what else is asked for; a notice tells when to ask for `compiled`."""
         bench = self._benches[header["bench"]]
-        program = bench.program(header, bytes(blobs[0]))
 
-        def compiled() -> LocalHandle:
-            return bench.local.compile(program.lowered(bench.arrays))
+        def compiled() -> tuple[LocalHandle, list[bytes]]:
+            program = bench.program(header, bytes(blobs[0]))
+            handle = bench.local.compile(program.lowered(bench.arrays))
+            return handle, _payload(handle.compiled)
+
+        def tell(_: object) -> None:
+            os.write(self._notices, struct.pack(NOTICE, header["handle"]))
 
         bench.compiling[header["handle"]] = self._compilers.submit(compiled)
+        bench.compiling[header["handle"]].add_done_callback(tell)
         return {}, []
 
     def do_compiled(self, header: Header, blobs: list[bytearray]) -> tuple[Header, list[bytes]]:
         bench = self._benches[header["bench"]]
         if not bench.compiling[header["handle"]].done():
             return {"done": False}, []
-        handle = bench.compiling.pop(header["handle"]).result()
+        handle, payload = bench.compiling.pop(header["handle"]).result()
         bench.handles[header["handle"]] = handle
-        return {"done": True}, _payload(handle.compiled)
+        return {"done": True}, payload
 
     def do_load(self, header: Header, blobs: list[bytearray]) -> tuple[Header, list[bytes]]:
         bench = self._benches[header["bench"]]
@@ -369,7 +381,8 @@ def serve_parent(worker: Answering) -> None:
 
 def main() -> None:
     """Run and time candidates for the parent."""
-    serve_parent(_Worker())
+    sys.setswitchinterval(0.0005)  # the parent need not wait until a compiling thread gives way
+    serve_parent(_Worker(notices=int(sys.argv[3])))
 
 
 if __name__ == "__main__":
