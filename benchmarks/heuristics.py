@@ -1,7 +1,8 @@
 """How good are the heuristics: each operation over a grid of calls, heuristic against tuned.
 
-    python benchmarks/heuristics.py [operation ...] [--only TEXT] [--json FILE]
+    python benchmarks/heuristics.py [operation ...] [--backward] [--only TEXT] [--json FILE]
 
+Forward, or with `--backward` forward and backward together, for the operations that have gradients.
 For each call all candidates are tuned; then the heuristic config and the tuned one race, in turns.
 A ratio is the heuristic's time over the tuned one's: 1.15 at most is what we promise for the mean
 of an operation's grid, and tuned is never slower than the heuristic beyond noise.
@@ -20,21 +21,26 @@ from typing import Any
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import jax
+import jax.numpy as jnp
 
 from benchmarks.side_by_side import Call, prepared, race
 from ejkernel.modules import OPERATIONS
 from ejkernel.ops.core.partition import split
 from ejkernel.ops.tuner.inputs import realistic_inputs
-from ejkernel.ops.tuner.session import function_maker, tune_invocation
+from ejkernel.ops.tuner.session import function_maker, tune_invocation, with_gradients
 from ejkernel.ops.tuner.tuner import Tuner
 
 PROMISED = 1.15
+ONLY_FORWARD = ("paged_attention",)
 
 
-def judge(operation: str, call: Call, seconds: float) -> dict[str, Any]:
+def judge(operation: str, call: Call, seconds: float, *, backward: bool) -> dict[str, Any]:
     inv = call.kernel.bind(*call.arguments, **call.keywords).abstract()
     heuristic = call.kernel.heuristic(inv)
-    tuned = tune_invocation(Tuner(effort="quick"), inv, call.kernel).best
+    outcome = tune_invocation(Tuner(effort="quick"), inv, call.kernel, backward=backward)
+    if backward and outcome.measured == "forward":
+        raise SystemExit(f"{operation} {call.name}: {'; '.join(outcome.notes)}")
+    tuned = outcome.best
     ratio = low = high = 1.0
     if tuned != heuristic:
         args, kwargs = realistic_inputs(call.kernel, inv, 0)
@@ -42,11 +48,18 @@ def judge(operation: str, call: Call, seconds: float) -> dict[str, Any]:
         make = function_maker(inv, call.kernel)
 
         def of(cfg: Any) -> Any:
-            def function(*arrays: Any) -> Any:
+            def forward(*arrays: Any) -> Any:
                 some, named = rest.merge(arrays)
                 return make(cfg)(*some, **named)
 
-            return prepared(function, tuple(arrays))
+            if not backward:
+                return prepared(forward, tuple(arrays))
+            wanted = [
+                jnp.ones(leaf.shape, leaf.dtype)
+                for leaf in jax.tree.leaves(jax.eval_shape(forward, *arrays))
+                if jnp.issubdtype(leaf.dtype, jnp.inexact)
+            ]
+            return prepared(with_gradients(forward), (wanted, *arrays))
 
         times = race({"heuristic": of(heuristic), "tuned": of(tuned)}, seconds)
         by_round = sorted(
@@ -67,6 +80,7 @@ def judge(operation: str, call: Call, seconds: float) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("operations", nargs="*", default=list(OPERATIONS))
+    parser.add_argument("--backward", action="store_true", help="time the gradients too")
     parser.add_argument("--only", default="", help="calls whose name contains this")
     parser.add_argument("--seconds", type=float, default=1.0, help="for the race of each call")
     parser.add_argument("--json", type=pathlib.Path, help="write all figures to this file")
@@ -74,11 +88,13 @@ def main() -> None:
     print(f"jax {jax.__version__}, {jax.devices()[0]}")
     rows, kept = [], True
     for operation in options.operations:
+        if options.backward and operation in ONLY_FORWARD:
+            continue
         calls = list(importlib.import_module(f"benchmarks.operations.{operation}").grid())
         mine = []
         for call in calls:
             if options.only in call.name:
-                row = judge(operation, call, options.seconds)
+                row = judge(operation, call, options.seconds, backward=options.backward)
                 mine.append(row)
                 low, high = row["quartiles"]
                 changed = "" if row["ratio"] == 1.0 else f"  {row['heuristic']} -> {row['tuned']}"

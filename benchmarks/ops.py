@@ -10,6 +10,7 @@ with 1 if a promised ratio is not kept. `pip install torch==2.13.0` adds torch a
 from __future__ import annotations
 
 import argparse
+import collections
 import importlib
 import json
 import pathlib
@@ -46,7 +47,7 @@ def run_one(operation: str, comparison: Comparison, seconds: float) -> list[dict
                 "median": ratio.median,
                 "quartiles": [ratio.low, ratio.high],
                 "limit": ratio.limit,
-                "kept": ratio.kept,
+                "verdict": ratio.verdict,
             }
         )
     for peer, limit in comparison.memory_limit.items():
@@ -64,7 +65,7 @@ def run_one(operation: str, comparison: Comparison, seconds: float) -> list[dict
                 "median": mine / theirs,
                 "quartiles": [mine / theirs] * 2,
                 "limit": limit,
-                "kept": mine <= limit * theirs,
+                "verdict": "kept" if mine <= limit * theirs else "missed",
             }
         )
     return rows
@@ -72,12 +73,11 @@ def run_one(operation: str, comparison: Comparison, seconds: float) -> list[dict
 
 def show(row: dict[str, Any]) -> str:
     low, high = row["quartiles"]
-    limit = "" if row["limit"] is None else f"  limit {row['limit']:.2f}"
-    verdict = "" if row["kept"] else "  NOT KEPT"
+    limit = "" if row["limit"] is None else f"  limit {row['limit']:.2f}: {row['verdict']}"
     return (
         f"{row['operation']:<24}{row['name']:<52}{row['peer']:<22}"
         f"{row['ours_ms']:>10.2f}{row['peer_ms']:>10.2f}  best {row['best']:.2f}  "
-        f"median {row['median']:.2f} [{low:.2f}, {high:.2f}]{limit}{verdict}"
+        f"median {row['median']:.2f} [{low:.2f}, {high:.2f}]{limit}"
     )
 
 
@@ -98,9 +98,12 @@ def main() -> None:
                     print(show(row), flush=True)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
-    missed = [row for row in rows if not row["kept"]]
-    print(f"{len(rows) - len(missed)} of {len(rows)} ratios are within what is promised")
-    sys.exit(bool(missed))
+    count = collections.Counter(row["verdict"] for row in rows if row["verdict"])
+    print(
+        f"{sum(count.values())} ratios are promised: "
+        + ", ".join(map("{0[1]} {0[0]}".format, count.most_common()))
+    )
+    sys.exit(count["missed"] > 0)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -79,11 +80,22 @@ class Ratio:
     low: float
     high: float
     limit: float | None
+    same_program: bool = False
 
     @property
-    def kept(self) -> bool:
-        """True if the promise is kept, by the best or by the median of the rounds."""
-        return self.limit is None or min(self.best, self.median) <= self.limit
+    def verdict(self) -> str:
+        """Whether a promise is kept, by the best or by the median of the rounds.
+
+        It is in doubt if only the fastest quarter of the rounds keeps it. If the compiler made the
+        same program of both, whatever differs is noise.
+        """
+        if self.limit is None:
+            return ""
+        if self.same_program and self.limit >= 1:
+            return "same program"
+        if min(self.best, self.median) <= self.limit:
+            return "kept"
+        return "in doubt" if self.low <= self.limit else "missed"
 
 
 def outside_jax(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,6 +110,18 @@ def prepared(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callab
         return lambda: function(*arguments)
     compiled = jax.jit(function).lower(*arguments).compile()
     return lambda: jax.block_until_ready(compiled(*arguments))
+
+
+def program_text(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str | None:
+    """The compiled program, without the names that its parts have; None for what is no program."""
+    if getattr(function, "outside_jax", False):
+        return None
+    text = jax.jit(function).lower(*arguments).compile().as_text()
+    body = text[text.index("\n") :]  # the first line is its name
+    body = re.sub(r', (?:metadata|frontend_attributes)=\{(?:[^{}"]|"[^"]*")*\}', "", body)
+    body = body.partition("\nFileNames")[0]
+    numbers: dict[str, str] = {}
+    return re.sub(r"%[\w.-]+", lambda name: numbers.setdefault(name[0], f"%{len(numbers)}"), body)
 
 
 def temporary_bytes(function: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
@@ -129,14 +153,21 @@ def race(
     seconds: float = 4.0,
     rounds: tuple[int, int] = (5, 60),
 ) -> dict[str, Times]:
-    """Interleaved rounds until the time is used up, at least and at most `rounds` of them."""
+    """Interleaved rounds until the time is used up, at least and at most `rounds` of them.
+
+    Three are enough where a single one takes longer than that: nothing that long is noise.
+    """
     order, chance = list(contenders), random.Random(0)
     for call in contenders.values():
         call()
     samples: dict[str, list[float]] = {name: [] for name in order}
-    end = time.perf_counter() + seconds
+    start = time.perf_counter()
+    least = rounds[0]
     for number in range(rounds[1]):
-        if number >= rounds[0] and time.perf_counter() > end:
+        spent = time.perf_counter() - start
+        if number == 1 and spent > seconds:
+            least = min(least, 3)
+        if number >= least and spent > seconds:
             break
         chance.shuffle(order)
         for name in order:
@@ -175,4 +206,13 @@ def compare(comparison: Comparison, seconds: float = 4.0) -> tuple[dict[str, Tim
         name: prepared(peer, arguments) for name, peer in comparison.peers.items()
     }
     times = race(contenders, seconds)
-    return times, ratios(times, comparison.limits)
+    mine = program_text(comparison.ours, arguments)
+    same = {
+        name: program_text(peer, arguments) == mine
+        for name, peer in comparison.peers.items()
+        if name in comparison.limits
+    }
+    found = ratios(times, comparison.limits)
+    return times, [
+        dataclasses.replace(ratio, same_program=same.get(ratio.peer, False)) for ratio in found
+    ]

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..slicing import put_in_dim, take_in_dim
+
 Index: TypeAlias = int | jax.Array
 State = TypeVar("State")
 
@@ -47,8 +49,7 @@ def block(x: jax.Array, index: Index, size: int, axis: int) -> jax.Array:
     """The `index`-th block of `size` along an axis; the array itself if it is all of it."""
     if size == x.shape[axis]:
         return x
-    start = times(index, size)
-    return lax.dynamic_slice_in_dim(x, start, size, axis, allow_negative_indices=False)
+    return take_in_dim(x, times(index, size), size, axis)
 
 
 def set_block(x: jax.Array, index: Index, new: jax.Array, axis: int) -> jax.Array:
@@ -56,8 +57,7 @@ def set_block(x: jax.Array, index: Index, new: jax.Array, axis: int) -> jax.Arra
     new = lax.convert_element_type(new, x.dtype)
     if new.shape == x.shape:
         return new
-    start = times(index, new.shape[axis])
-    return lax.dynamic_update_slice_in_dim(x, new, start, axis, allow_negative_indices=False)
+    return put_in_dim(x, new, times(index, new.shape[axis]), axis)
 
 
 def pad(x: jax.Array, length: int, axis: int, value: float = 0.0) -> jax.Array:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax import lax
 
+from ..slicing import put
 from .layout import Index, block, loop, times
 from .options import Options
 
@@ -128,7 +129,7 @@ class Slice:
             starts[0] = times(self.example, part.shape[0])
         if x.shape[head_axis] > 1:
             starts[head_axis] = times(self.head, part.shape[head_axis])
-        return lax.dynamic_update_slice(x, part, starts, allow_negative_indices=False)
+        return put(x, part, starts)
 
 
 def _largest_divisor(number: int, limit: int) -> int:

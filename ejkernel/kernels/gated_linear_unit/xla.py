@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..slicing import put_in_dim, take_in_dim
 from .activations import gated, gated_gradients
 
 Weights: TypeAlias = tuple[jax.Array, ...]
@@ -65,9 +66,8 @@ def forward(
 
     def add(first: jax.Array, out: jax.Array) -> jax.Array:
         at, _ = _block_at(first, rows, x.shape[0])
-        tile = block(lax.dynamic_slice_in_dim(x, at, rows))
-        out = lax.dynamic_update_slice_in_dim(out, tile, at, 0)
-        return out
+        tile = block(take_in_dim(x, at, rows))
+        return put_in_dim(out, tile, at)
 
     out: jax.Array = _over_blocks(
         x.shape[0], rows, add, _zeros(x, (x.shape[0], width_of(weights)), weights)
@@ -119,12 +119,12 @@ def backward(
         at, mine = _block_at(first, rows, x.shape[0])
         # Rows that the last block shares with the one before have been added already. Their
         # gradients are linear in dout.
-        dout_block = jnp.where(mine, lax.dynamic_slice_in_dim(dout, at, rows), 0)
-        new = block(lax.dynamic_slice_in_dim(x, at, rows), dout_block, None)
-        before = lax.dynamic_slice_in_dim(sums.x, at, rows)
+        dout_block = jnp.where(mine, take_in_dim(dout, at, rows), 0)
+        new = block(take_in_dim(x, at, rows), dout_block, None)
+        before = take_in_dim(sums.x, at, rows)
         dx = jnp.where(mine, new.x.astype(x.dtype), before)
         return Gradients(
-            lax.dynamic_update_slice_in_dim(sums.x, dx, at, 0),
+            put_in_dim(sums.x, dx, at),
             *jax.tree.map(jnp.add, sums[1:], new[1:]),
         )
 

@@ -36,6 +36,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..slicing import put_in_dim, take_in_dim
 from .groups import Spans
 
 Contracted: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
@@ -81,14 +82,14 @@ def rows_times_matrices(
         return _if_all_rows(spans, rows, product, lambda mine: jnp.where(mine, product(), 0))
 
     def add_group(group: jax.Array, start: jax.Array, end: jax.Array, out: jax.Array) -> jax.Array:
-        matrix = _wide(lax.dynamic_index_in_dim(rhs, group, keepdims=False))
+        matrix = _wide(take_in_dim(rhs, group, 1)[0])
 
         def add_tile(size: int, first: jax.Array, out: jax.Array) -> jax.Array:
             at, mine = _tile(first, end, size, rows)
-            tile = _wide(lax.dynamic_slice_in_dim(lhs, at, size))
+            tile = _wide(take_in_dim(lhs, at, size))
             product = _product(tile, matrix, contracted, precision, dtype)
-            before = lax.dynamic_slice_in_dim(out, at, size)
-            return lax.dynamic_update_slice_in_dim(out, jnp.where(mine, product, before), at, 0)
+            before = take_in_dim(out, at, size)
+            return put_in_dim(out, jnp.where(mine, product, before), at)
 
         return _over_tiles(start, end, sizes, add_tile, out)
 
@@ -144,12 +145,12 @@ def transposed_rows_times_rows(
         def product(size: int, first: jax.Array) -> jax.Array:
             at, mine = _tile(first, end, size, rows)
             # Both sides are zeroed: a row of another group may hold an infinity.
-            left = jnp.where(mine, _wide(lax.dynamic_slice_in_dim(lhs, at, size)), 0)
-            right = jnp.where(mine, _wide(lax.dynamic_slice_in_dim(dout, at, size)), 0)
+            left = jnp.where(mine, _wide(take_in_dim(lhs, at, size)), 0)
+            right = jnp.where(mine, _wide(take_in_dim(dout, at, size)), 0)
             return _product(left, right, ((0,), (0,)), precision, wide)
 
         def add_in_place(size: int, first: jax.Array, out: jax.Array) -> jax.Array:
-            total = lax.dynamic_index_in_dim(out, group, keepdims=False) + product(size, first)
+            total = take_in_dim(out, group, 1)[0] + product(size, first)
             return _set_matrix(out, group, total)
 
         def add_beside(size: int, first: jax.Array, total: jax.Array) -> jax.Array:
@@ -272,8 +273,7 @@ def _power_of_two_below(size: int) -> int:
 
 
 def _set_matrix(matrices: jax.Array, group: jax.Array, matrix: jax.Array) -> jax.Array:
-    matrices = lax.dynamic_update_index_in_dim(matrices, matrix, group, 0)
-    return matrices
+    return put_in_dim(matrices, matrix[None], group)
 
 
 def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, *inputs: jax.Array) -> jax.Array:

@@ -35,6 +35,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..slicing import put_in_dim, take_in_dim
 from .options import LossOptions
 
 
@@ -198,10 +199,10 @@ class _Chunks:
         return self.pad(array, fill).reshape(self.count, self.size, *array.shape[1:])
 
     def take(self, array: jax.Array, i: Any) -> jax.Array:
-        return lax.dynamic_slice_in_dim(array, i * self.size, self.size)
+        return take_in_dim(array, i * self.size, self.size)
 
     def put(self, array: jax.Array, part: jax.Array, i: Any) -> jax.Array:
-        return lax.dynamic_update_slice_in_dim(array, part, i * self.size, 0)
+        return put_in_dim(array, part, i * self.size)
 
 
 def _logits(
@@ -233,10 +234,10 @@ def _add_weight_gradient(
     vocab = min(vocab, size)
 
     def add(start: Any, words: int, dweight: jax.Array) -> jax.Array:
-        part = lax.dynamic_slice_in_dim(gradient, start, words, axis=1)
+        part = take_in_dim(gradient, start, words, axis=1)
         found = _weight_gradient(hidden, part, options, dweight.dtype)
-        found = found + lax.dynamic_slice_in_dim(dweight, start, words, axis)
-        return lax.dynamic_update_slice_in_dim(dweight, found, start, axis)
+        found = found + take_in_dim(dweight, start, words, axis)
+        return put_in_dim(dweight, found, start, axis)
 
     whole = size // vocab
     dweight = lax.fori_loop(0, whole, lambda j, sums: add(j * vocab, vocab, sums), dweight)

@@ -41,6 +41,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..slicing import put_in_dim, take_in_dim
+
 
 class Moments(NamedTuple):
     """What the backward pass needs of the forward pass, per row: `(..., 1)`."""
@@ -198,9 +200,9 @@ def _in_blocks(
     full = count // rows
 
     def add(start: Any, size: int, sums: Any) -> Gradients:
-        part = whole(*jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, size), flat))
+        part = whole(*jax.tree.map(lambda a: take_in_dim(a, start, size), flat))
         return Gradients(
-            lax.dynamic_update_slice_in_dim(sums.dx, part.dx, start, 0),
+            put_in_dim(sums.dx, part.dx, start),
             None if sums.dweight is None else sums.dweight + part.dweight,
             None if sums.dbias is None else sums.dbias + part.dbias,
         )

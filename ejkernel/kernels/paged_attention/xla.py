@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..slicing import take_in_dim
+
 # Both are finite, because -inf - -inf is NaN. The maximum starts above hidden scores, so that their
 # exponential is exactly zero even in a row that has seen no key yet.
 _HIDDEN_SCORE = -1e30
@@ -57,10 +59,7 @@ def forward(
         q_rows = softmax_scale * rows[sequence].astype(jnp.float32)
 
         def tile(cache: jax.Array, j: jax.Array) -> jax.Array:
-            found = [
-                lax.dynamic_index_in_dim(cache, table[sequence, j * step + i], 0, keepdims=False)
-                for i in range(step)
-            ]
+            found = [take_in_dim(cache, table[sequence, j * step + i], 1)[0] for i in range(step)]
             joined = found[0] if step == 1 else jnp.concatenate(found)
             return joined.astype(jnp.float32)
 
