@@ -12,11 +12,12 @@ PEERS_STAMP = $(PEERS_VENV)/.ready
 PUBLIC_VENV ?= .venv-public
 PUBLIC_STAMP = $(PUBLIC_VENV)/.ready
 
-.PHONY: help tune test targets targets-setup lint types docs release bench clean
+.PHONY: help tune test test-long targets targets-setup lint types docs release bench clean
 
 help:
 	@echo "make tune    tune a small transformer on this machine: before, after, and a report of it"
-	@echo "make test    lint, types, and the whole test suite"
+	@echo "make test    lint, types, and the tests; five minutes"
+	@echo "make test-long  the rest: every option of every operation, several hosts, the examples"
 	@echo "make targets compile the test kernels for TPU and CUDA, without such devices (700 MB)"
 	@echo "make docs    the documentation site, in site/"
 	@echo "make release wheel and sdist, built, checked, and installed into an empty environment"
@@ -38,8 +39,11 @@ $(RAY): $(STAMP)
 tune: $(STAMP)
 	$(RUN) examples/tune_transformer.py
 
-test: $(STAMP) $(RAY) lint types
-	$(RUN) -m pytest -n auto --dist loadfile
+test: $(STAMP) lint types
+	$(RUN) -m pytest -n auto --dist loadfile -m "not long"
+
+test-long: $(STAMP) $(RAY)
+	$(RUN) -m pytest -n auto --dist loadfile -m long
 
 # In an environment of its own: with these plugins installed, JAX looks for their devices.
 $(TARGETS_STAMP): pyproject.toml

@@ -88,7 +88,7 @@ def benchmarks(public: str | None) -> list[Benchmark]:
         Benchmark(
             "ops",
             "Operations beside their peers",
-            ("benchmarks/ops.py", "--seconds", "3"),
+            ("benchmarks/ops.py", "--seconds", "2"),
             "Ratios are our time over the peer's: below 1 is faster. Results are compared first. "
             "A promise is kept by the best or by the median of the rounds; it is in doubt if only "
             "the fastest quarter of the rounds keeps it; `same program` means that the compiler "

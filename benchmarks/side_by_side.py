@@ -117,9 +117,14 @@ def program_text(function: Callable[..., Any], arguments: tuple[Any, ...]) -> st
     if getattr(function, "outside_jax", False):
         return None
     text = jax.jit(function).lower(*arguments).compile().as_text()
-    body = text[text.index("\n") :]  # the first line is its name
-    body = re.sub(r', (?:metadata|frontend_attributes)=\{(?:[^{}"]|"[^"]*")*\}', "", body)
-    body = body.partition("\nFileNames")[0]
+    # In front of the computations stand its name and tables of source lines.
+    start = re.search(r"(?m)^(?:ENTRY )?%", text)
+    if start is None or "ENTRY" not in text:
+        raise ValueError(f"this is not the text of a compiled program: {text[:200]!r}")
+    body = re.sub(
+        r', (?:metadata|frontend_attributes)=\{(?:[^{}"]|"[^"]*")*\}', "", text[start.start() :]
+    )
+    body = re.sub(r"(?m)^((?:ENTRY )?%\S+) \(.*\) -> ", r"\1 -> ", body)  # named parameters
     numbers: dict[str, str] = {}
     return re.sub(r"%[\w.-]+", lambda name: numbers.setdefault(name[0], f"%{len(numbers)}"), body)
 

@@ -2,13 +2,46 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import pathlib
+import shutil
+import tempfile
 
 # Before JAX starts: several CPU devices, for sharding, pmap and mixed-device tests.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+# Most of a run is compiling, and most programs are compiled again and again: by each test, because
+# a new default executor makes every function be traced again, and by each process.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    compiled = tempfile.mkdtemp(prefix="ejkernel-compiled-")
+    atexit.register(shutil.rmtree, compiled, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
 import pytest
+
+# What `make test` leaves to `make test-long`: sweeps over the options and sizes of operations,
+# several hosts, whole programs, browsers.
+LONG = (
+    "kernels/",
+    "fleet/",
+    "targets/",
+    "report/test_browser.py",
+    "test_example_train_transformer.py",
+    "test_examples.py",
+)
+SHORT = ("kernels/test_slicing.py", "kernels/test_flash_attention_xla.py")
+
+
+def pytest_collection_modifyitems(items):
+    here = pathlib.Path(__file__).parent
+    for item in items:
+        name = item.path.relative_to(here).as_posix() if item.path.is_relative_to(here) else ""
+        if name.startswith(LONG) and not name.startswith(SHORT):
+            item.add_marker(pytest.mark.long)
 
 
 @pytest.fixture(autouse=True)

@@ -179,7 +179,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_real_notebook(tmp_path, monkeypatch):
     """Executed by a real kernel: needs nbclient and ipykernel, which only this test wants."""
     reason = "NOT TESTED: a real notebook; pip install nbclient ipykernel"

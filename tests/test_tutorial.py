@@ -44,7 +44,7 @@ def shell(tmp_path):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_tutorial_word_for_word(shell):
     for name, content in FILE.findall(TEXT):
         (shell.folder / name).write_text(content)

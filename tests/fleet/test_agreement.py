@@ -12,7 +12,7 @@ from jobs import ROOT, free_port, run_job
 
 LIMIT = 8.0
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

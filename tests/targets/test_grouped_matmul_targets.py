@@ -51,7 +51,7 @@ def shapes(m, k, n, groups, dtype):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "call",

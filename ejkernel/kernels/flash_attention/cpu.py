@@ -148,10 +148,14 @@ class FlashAttentionOnCPU:
 
 
 def _forward_blocks(inv: Invocation[Any, Any]) -> Blocks:
-    """Blocks of rows so short that every thread has several: the last one keeps none waiting."""
+    """Blocks of rows so short that every thread has several: the last one keeps none waiting.
+
+    Blocks of keys that stay in the second-level cache: the longer the heads, the fewer keys.
+    """
     q = inv.args[0]
     rows = q.shape[0] * q.shape[1] * q.shape[2]
-    return max(24, min(FORWARD[0], rows // (4 * _threads()))), FORWARD[1]
+    keys = FORWARD[1] * 64 // max(64, q.shape[3])
+    return max(24, min(FORWARD[0], rows // (4 * _threads()))), keys
 
 
 def _threads() -> int:

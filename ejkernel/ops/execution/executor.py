@@ -178,5 +178,7 @@ def set_default_executor(executor: Executor | None) -> None:
     if executor is not None and not isinstance(executor, Executor):
         raise TypeError(f"set_default_executor takes an Executor or None, got {executor!r}")
     with _default_lock:
+        if executor is _default:
+            return  # nothing was traced through another one
         _default = executor
     ambient.forget_traces()

@@ -249,6 +249,9 @@ class _Worker:
     def do_configure(self, header: Header, blobs: list[bytearray]) -> tuple[Header, list[bytes]]:
         for name, value in header["config"].items():
             jax.config.update(name, value)
+        # An executable that JAX took from its cache on disk cannot be serialised: the copy loads,
+        # and has lost its functions when it runs.
+        jax.config.update("jax_enable_compilation_cache", False)
         jax.config.update("jax_default_device", _device(header["device"]))
         return {}, []
 

@@ -1,0 +1,63 @@
+"""The tools of the benchmarks: a verdict is worth what they can tell apart."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from benchmarks.side_by_side import Ratio, Times, outside_jax, program_text, race, ratios
+
+X = jnp.ones((4, 8))
+
+
+def test_the_same_program_is_recognised_under_other_names():
+    def one(x):
+        return jnp.sin(x) @ x.T
+
+    def other(values):
+        with jax.named_scope("a scope of its own"):
+            changed = jnp.sin(values)
+        return changed @ values.T
+
+    assert program_text(one, (X,)) == program_text(other, (X,))
+    for different in (lambda x: jnp.cos(x) @ x.T, lambda x: jnp.sin(x) @ x.T + 1, jnp.sin):
+        assert program_text(one, (X,)) != program_text(different, (X,))
+    assert program_text(outside_jax(lambda x: x), (X,)) is None
+
+
+@pytest.mark.parametrize(
+    ("best", "median", "low", "same", "verdict"),
+    [
+        (0.9, 1.1, 0.9, False, "kept"),
+        (1.1, 0.9, 0.9, False, "kept"),
+        (1.1, 1.1, 0.9, False, "in doubt"),
+        (1.1, 1.1, 1.05, False, "missed"),
+        (1.1, 1.1, 1.05, True, "same program"),
+    ],
+)
+def test_verdicts(best, median, low, same, verdict):
+    assert Ratio("peer", best, median, low, 2.0, 1.0, same).verdict == verdict
+    assert Ratio("peer", best, median, low, 2.0, None, same).verdict == ""
+
+
+def test_a_promise_below_one_is_not_kept_by_the_same_program():
+    assert Ratio("peer", 1.0, 1.0, 0.9, 1.1, 0.5, True).verdict == "missed"
+
+
+def test_rounds_are_interleaved_and_compared_by_round():
+    order = []
+    times = race(
+        {"ours": lambda: order.append("ours"), "peer": lambda: order.append("peer")},
+        seconds=0.0,
+        rounds=(5, 60),
+    )
+    assert len(times["ours"].seconds) == len(times["peer"].seconds) == 3  # one took all the time
+    assert all(set(order[i : i + 2]) == {"ours", "peer"} for i in range(0, len(order), 2))
+    [ratio] = ratios({"ours": Times((1.0, 2.0, 4.0)), "peer": Times((2.0, 4.0, 4.0))}, {"peer": 1})
+    assert (ratio.best, ratio.median) == (0.5, 0.5)
