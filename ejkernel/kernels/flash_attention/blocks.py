@@ -16,6 +16,12 @@ _THREADED_TILE = 512 * 256
 _CACHED_TILE = 12 * _THREADED_TILE
 
 
+# Where a few queries meet all keys at once, keys and values are what is read: so many bytes of them
+# are brought into tile layout without leaving the caches; beyond the second figure, not all heads.
+_CACHED_KEYS = 2**23
+_ALL_KEYS = 2**24
+
+
 class Blocks(NamedTuple):
     """Most queries, keys, and key heads (those of all examples counted) in a tile."""
 
@@ -46,11 +52,13 @@ def default_blocks(
       129 to 512 (0.6 of the time there), and in narrow windows (down to half of the time).
     * More than 8 heads at once leave the caches: a batch of 4 then takes up to 5 times as long.
     * Forward, a whole head that is about 128 x 128 is best alone: it stays with its core.
-    * ``head_dim`` changed the times but never the order, so it is not used.
+    * Where all keys of a few queries are one tile, slices of 8 MiB of keys and values took 0.25 to
+      0.4 of the time of all at once, from 16 MiB on; below, all at once is best.
+    * Else ``head_dim`` changed the times but never the order, so it is not used.
 
     Where examples have lengths or segments of their own (`by_example`), one at a time skips most.
     """
-    (batch, q_len, q_heads, _), (_, k_len, kv_heads, _) = q_shape, k_shape
+    (batch, q_len, q_heads, _), (_, k_len, kv_heads, head_dim) = q_shape, k_shape
     group = q_heads // kv_heads  # the heads that share keys are rows of the same tile
     left, right = window or (None, None)
     width = left + right if left is not None and right is not None else _THREADED_TILE
@@ -65,6 +73,9 @@ def default_blocks(
         block_q, block_k = _long_and_short_block(q_len, k_len, long_rows=group)
     heads = batch * kv_heads
     in_cache = max(1, _CACHED_TILE // (group * block_q * block_k))
+    key_bytes = 2 * 4 * k_len * head_dim  # of a head: keys and values, in float32
+    if not backward and (block_q, block_k) == (q_len, k_len) and heads * key_bytes > _ALL_KEYS:
+        in_cache = min(in_cache, max(1, _CACHED_KEYS // key_bytes))
     if not backward and 64 * 64 < group * q_len * k_len <= 128 * 128:
         heads = 1
     elif by_example or heads > in_cache:

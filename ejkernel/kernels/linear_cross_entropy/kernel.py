@@ -154,7 +154,7 @@ class LinearCrossEntropy(Kernel[LinearCrossEntropyConfig, jax.Array]):
         **options: Any,
     ) -> jax.Array:
         call = _Call.of(hidden, weight, labels, **options)
-        rows = cfg.fwd.blocksize_m or _xla_blocks(call.sizes)[0]
+        rows = cfg.fwd.blocksize_m or _xla_rows(call.sizes)
         return call.reduced(xla.losses(*call[:5], rows=rows), labels.shape)
 
     def fwd_with_residuals_xla(
@@ -280,8 +280,8 @@ class LinearCrossEntropy(Kernel[LinearCrossEntropyConfig, jax.Array]):
     # --- configs ---------------------------------------------------------------------------------
 
     def heuristic_cfg(self, inv: Invocation[Any, Any]) -> LinearCrossEntropyConfig:
-        rows, vocab = _xla_blocks(_Sizes.of(*inv.args[:2], **inv.kwargs))
-        return _config((rows,), (rows, vocab))
+        sizes = _Sizes.of(*inv.args[:2], **inv.kwargs)
+        return _config((_xla_rows(sizes),), _xla_blocks(sizes))
 
     def heuristic_cfg_pallas(self, inv: Invocation[Any, Any]) -> LinearCrossEntropyConfig:
         sizes = _Sizes.of(*inv.args[:2], **inv.kwargs)
@@ -350,21 +350,31 @@ class _Sizes(NamedTuple):
         return _Sizes(hidden.size // features, features, vocab, hidden.dtype.itemsize)
 
 
-def _xla_blocks(sizes: _Sizes) -> tuple[int, int]:
-    """Rows whose logits exist at a time, and words whose weights are updated at a time.
+def _xla_rows(sizes: _Sizes) -> int:
+    """Rows whose logits exist at a time, if only the loss is wanted.
 
-    On a CPU (interleaved timings, two Zen 3 cores): every chunk of rows reads and writes the whole
-    gradient of the weight, so few chunks are fast ones: 512 rows of 50,257 words took 1.0 of the
-    plain loss's time in one chunk, 1.6 in two, 2.1 in four. Logits of 128 MiB are allowed, and 256
-    rows whatever they need. The product that is added to the gradient should stay in the cache:
-    1024 words of 1024 features, 4 MiB.
+    On a CPU (interleaved timings, two Zen 3 cores): logits are read again and should be near, so
+    4 MiB of them, or 256 rows; 1024 rows of 10,000 words took 1.7 times as long. Elsewhere: logits
+    of 256 MiB.
+    """
+    most = 2**20 if device_kind() == "cpu" else 2**26
+    return min(sizes.rows, max(256, most // sizes.vocab))
+
+
+def _xla_blocks(sizes: _Sizes) -> tuple[int, int]:
+    """With gradients: rows at a time, and words whose weights are updated at a time.
+
+    On a CPU every chunk of rows reads and writes the whole gradient of the weight, so few chunks
+    are fast ones: 512 rows of 50,257 words took 1.0 of the plain loss's time in one chunk, 1.6 in
+    two, 2.1 in four. Logits of 128 MiB are allowed, and 256 rows whatever they need. The product
+    that is added to the gradient should stay in the cache: 1024 words of 1024 features, 4 MiB.
 
     Elsewhere: logits of 256 MiB, and few enough steps that each fills the device.
     """
     if device_kind() == "cpu":
         rows = max(256, 2**25 // sizes.vocab)
         return min(sizes.rows, rows), min(sizes.vocab, max(256, 2**20 // sizes.features))
-    return min(sizes.rows, max(256, 2**26 // sizes.vocab)), min(sizes.vocab, 16384)
+    return _xla_rows(sizes), min(sizes.vocab, 16384)
 
 
 def _tpu_tile(sizes: _Sizes, *, backward: bool) -> tuple[int, int]:

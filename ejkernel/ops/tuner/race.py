@@ -151,7 +151,7 @@ class Race:
         if favourite is None or favourite not in self.running or leader == favourite:
             return leader
         ratio, error = compare(self.samples[favourite], self.samples[leader])
-        faster = ratio > LEAST_GAIN and ratio > error
+        faster = ratio > LEAST_GAIN and ratio > SURE * error
         faster = faster and typical(self.samples[leader]) < typical(self.samples[favourite])
         return leader if faster else favourite
 
