@@ -285,6 +285,14 @@ def test_no_worker_at_all_is_not_a_candidates_fault(bench, monkeypatch):
     bench.run(bench.compile(lowered))
 
 
+def test_the_last_words_of_a_worker_that_ends_at_once_are_heard(monkeypatch):
+    monkeypatch.setattr(process, "_PROGRAM", "import sys; sys.exit('no such thing here')")
+    worker = process.Process()
+    assert gone(worker.pid)  # before it was asked anything
+    with pytest.raises(process.WorkerLost, match="no such thing here"):
+        worker.ask({"do": "nothing"}, (), 10, "greeting")
+
+
 # --- one worker for all --------------------------------------------------------------------------
 
 

@@ -58,6 +58,7 @@ class Process:
         if os.name != "posix" or not sys.executable:
             raise WorkerUnavailable("workers need POSIX pipes and a Python executable")
         self._log = _unnamed_file()
+        self._heard = 0  # how long the log was when it last answered
         requests, replies, notices = os.pipe(), os.pipe(), os.pipe()
         theirs = (requests[0], replies[1], notices[1])
         path = json.dumps([str(folder) for folder in sys.path])
@@ -93,14 +94,18 @@ class Process:
         self, header: Header, blobs: Sequence[Blob], seconds: float, doing: str
     ) -> tuple[Header, list[bytearray]]:
         started = False
-        if os.fstat(self._log).st_size > _LONGEST_LOG:
+        if self._heard > _LONGEST_LOG:
             os.ftruncate(self._log, 0)
-        logged = os.fstat(self._log).st_size
+            self._heard = 0
+        # Not from now on: one that ended before it was asked anything has said why, too.
+        logged = self._heard
         try:
             self._channel.send(header, blobs, START_SECONDS)
             self._channel.receive(START_SECONDS)
             started = True
-            return self._channel.receive(seconds)
+            answer = self._channel.receive(seconds)
+            self._heard = os.fstat(self._log).st_size
+            return answer
         except Disconnected:
             how = f"{self._end()} while {doing} it{self._last_words(logged)}"
             raise WorkerLost(how, started) from None
