@@ -104,19 +104,33 @@ def outside_jax(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def prepared(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Callable[[], Any]:
-    """A call without arguments that returns when the result is there."""
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A call without arguments that returns when the result is there; compiled once.
+
+    `program` is None for what is no JAX function.
+    """
+
+    call: Callable[[], Any]
+    program: jax.stages.Compiled | None
+
+    def __call__(self) -> Any:
+        return self.call()
+
+
+def prepared(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Prepared:
+    """A function of these arguments, ready to be timed."""
     if getattr(function, "outside_jax", False):
-        return lambda: function(*arguments)
+        return Prepared(lambda: function(*arguments), None)
     compiled = jax.jit(function).lower(*arguments).compile()
-    return lambda: jax.block_until_ready(compiled(*arguments))
+    return Prepared(lambda: jax.block_until_ready(compiled(*arguments)), compiled)
 
 
-def program_text(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str | None:
+def program_text(contender: Prepared) -> str | None:
     """The compiled program, without the names that its parts have; None for what is no program."""
-    if getattr(function, "outside_jax", False):
+    if contender.program is None:
         return None
-    text = jax.jit(function).lower(*arguments).compile().as_text()
+    text = contender.program.as_text()
     # In front of the computations stand its name and tables of source lines.
     start = re.search(r"(?m)^(?:ENTRY )?%", text)
     if start is None or "ENTRY" not in text:
@@ -135,11 +149,11 @@ def temporary_bytes(function: Callable[..., Any], arguments: tuple[Any, ...]) ->
     return int(compiled.memory_analysis().temp_size_in_bytes)
 
 
-def check_agreement(comparison: Comparison, arguments: tuple[Any, ...]) -> None:
+def check_agreement(comparison: Comparison, contenders: Mapping[str, Prepared]) -> None:
     """Raise unless all contenders give the same."""
-    mine = jax.tree.leaves(prepared(comparison.ours, arguments)())
-    for name, peer in comparison.peers.items():
-        theirs = jax.tree.leaves(prepared(peer, arguments)())
+    mine = jax.tree.leaves(contenders[OURS]())
+    for name in comparison.peers:
+        theirs = jax.tree.leaves(contenders[name]())
         if len(mine) != len(theirs):
             raise AssertionError(f"{comparison.name}: {name} returns {len(theirs)} arrays")
         for index, (x, y) in enumerate(zip(mine, theirs, strict=True)):
@@ -206,18 +220,14 @@ def ratios(times: Mapping[str, Times], limits: Mapping[str, float]) -> list[Rati
 def compare(comparison: Comparison, seconds: float = 4.0) -> tuple[dict[str, Times], list[Ratio]]:
     """Check a comparison, then time it."""
     arguments = comparison.arguments()
-    check_agreement(comparison, arguments)
-    contenders = {OURS: prepared(comparison.ours, arguments)} | {
-        name: prepared(peer, arguments) for name, peer in comparison.peers.items()
+    contenders = {
+        name: prepared(function, arguments)
+        for name, function in {OURS: comparison.ours, **comparison.peers}.items()
     }
+    check_agreement(comparison, contenders)
     times = race(contenders, seconds)
-    mine = program_text(comparison.ours, arguments)
-    same = {
-        name: program_text(peer, arguments) == mine
-        for name, peer in comparison.peers.items()
-        if name in comparison.limits
-    }
-    found = ratios(times, comparison.limits)
+    mine = program_text(contenders[OURS])
     return times, [
-        dataclasses.replace(ratio, same_program=same.get(ratio.peer, False)) for ratio in found
+        dataclasses.replace(ratio, same_program=program_text(contenders[ratio.peer]) == mine)
+        for ratio in ratios(times, comparison.limits)
     ]

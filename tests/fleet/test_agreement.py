@@ -12,8 +12,6 @@ from jobs import ROOT, free_port, run_job
 
 LIMIT = 8.0
 
-pytestmark = pytest.mark.long
-
 
 @pytest.fixture(scope="module")
 def agreeing(tmp_path_factory):

@@ -20,7 +20,6 @@ from ejkernel.ops import PersistentCache
 HERE = pathlib.Path(__file__).parent
 
 pytestmark = [
-    pytest.mark.long,
     pytest.mark.skipif(
         importlib.util.find_spec("ray") is None,
         reason="RAY IS NOT INSTALLED: tuning on a cluster is not tested "

@@ -29,7 +29,6 @@ class AndSave(GatedLinearUnit):
         return self.fwd_with_residuals_triton(*args, **options)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kernel", [GatedLinearUnit(), AndSave()], ids=["infer", "train"])
 @pytest.mark.parametrize(

@@ -51,7 +51,6 @@ def shapes(m, k, n, groups, dtype):
     )
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "call",

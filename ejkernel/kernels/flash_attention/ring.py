@@ -27,7 +27,7 @@ from jax import lax
 
 from .backward import Gradients, partial_gradients, sinks_gradient, softmax_statistics
 from .forward import forward
-from .layout import block, filled, loop
+from .layout import block, filled, loop, set_block
 from .options import Options
 
 
@@ -194,6 +194,4 @@ def _with_part(whole: jax.Array, part: jax.Array, owner: jax.Array) -> jax.Array
     """A bias gradient with that of one share's columns added; if it has none, the sum."""
     if whole.shape == part.shape:
         return whole + part
-    size = part.shape[3]
-    new = block(whole, owner, size, 3) + part
-    return lax.dynamic_update_slice_in_dim(whole, new, owner * size, 3)
+    return set_block(whole, owner, block(whole, owner, part.shape[3], 3) + part, 3)
