@@ -1,4 +1,4 @@
-"""Blocks of arrays in loops: one taken out, one put back.
+"""Blocks of arrays in loops: taken out, and put back.
 
 XLA's CPU compiler of JAX 0.10 and 0.11 has no slices of bfloat16: inside a loop it converts the
 whole array to float32 for every block that is taken, and back for every block that is put, which
@@ -38,6 +38,11 @@ def take_in_dim(x: jax.Array, start: _Start, size: int, axis: int = 0) -> jax.Ar
     return _take(x, starts, sizes)
 
 
+def take_rows(x: jax.Array, indices: jax.Array) -> jax.Array:
+    """The entries of the first axis with these indices, which the caller has made sure exist."""
+    return _rows_by_bits(x, indices) if x.dtype == jnp.bfloat16 else _rows(x, indices)
+
+
 def put_in_dim(x: jax.Array, part: jax.Array, start: _Start, axis: int = 0) -> jax.Array:
     """The array with another part along an axis, from `start` on."""
     starts = [_zero(start)] * x.ndim
@@ -60,6 +65,10 @@ def _put(x: jax.Array, part: jax.Array, starts: Sequence[_Start]) -> jax.Array:
     return lax.dynamic_update_slice(x, part, starts, allow_negative_indices=False)
 
 
+def _rows(x: jax.Array, indices: jax.Array) -> jax.Array:
+    return x.at[indices].get(mode="promise_in_bounds")
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _take_bits(sizes: tuple[int, ...], x: jax.Array, *starts: _Start) -> jax.Array:
     return _from_bits(_take(_to_bits(x), starts, sizes), x.dtype)
@@ -68,6 +77,16 @@ def _take_bits(sizes: tuple[int, ...], x: jax.Array, *starts: _Start) -> jax.Arr
 @_take_bits.defjvp
 def _(sizes: tuple[int, ...], primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     return _take_bits(sizes, *primals), _take(tangents[0], primals[1:], sizes)
+
+
+@jax.custom_jvp
+def _rows_by_bits(x: jax.Array, indices: jax.Array) -> jax.Array:
+    return _from_bits(_rows(_to_bits(x), indices), x.dtype)
+
+
+@_rows_by_bits.defjvp
+def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return _rows_by_bits(*primals), _rows(tangents[0], primals[1])
 
 
 @jax.custom_jvp

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from ejkernel.kernels.slicing import put, put_in_dim, take_in_dim
+from ejkernel.kernels.slicing import put, put_in_dim, take_in_dim, take_rows
 
 DTYPES = ["float32", "bfloat16", "float16"]
 
@@ -27,6 +27,7 @@ def test_blocks_are_taken_and_put(dtype, axis):
         np.testing.assert_array_equal(taken, lax.dynamic_slice_in_dim(x, 1, 2, axis))
         found = put_in_dim(x, part, start, axis)
         np.testing.assert_array_equal(found, lax.dynamic_update_slice_in_dim(x, part, 1, axis))
+    np.testing.assert_array_equal(take_rows(x, jnp.array([4, 0, 4])), x[jnp.array([4, 0, 4])])
     corner = put(x, part[:1, :1], (jnp.int32(5), 7))
     np.testing.assert_array_equal(corner, x.at[5, 7].set(part[0, 0]))
 
@@ -38,11 +39,14 @@ def test_derivatives_pass(dtype):
 
     def ours(x, part, start):
         changed = put_in_dim(x, part * part, start)
-        return jnp.sum((changed * weights)[:4] * take_in_dim(changed, start, 4))
+        chosen = take_rows(changed, jnp.array([3, 3, 2, 0]))
+        return jnp.sum((changed * weights)[:4] * take_in_dim(changed, start, 4) * chosen)
 
     def theirs(x, part, start):
         changed = lax.dynamic_update_slice_in_dim(x, part * part, start, 0)
-        return jnp.sum((changed * weights)[:4] * lax.dynamic_slice_in_dim(changed, start, 4))
+        chosen = changed[jnp.array([3, 3, 2, 0])]
+        taken = lax.dynamic_slice_in_dim(changed, start, 4)
+        return jnp.sum((changed * weights)[:4] * taken * chosen)
 
     start = jnp.int32(2)
     for transform in (
@@ -82,4 +86,17 @@ def test_a_loop_never_converts_the_whole_array():
     compiled = jax.jit(doubled).lower(x).compile()
     np.testing.assert_array_equal(compiled(x), x * 2)
     assert "f32[8,33]" in compiled.as_text()  # blocks are computed with in float32
+    assert "f32[512,33]" not in compiled.as_text()
+
+
+def test_nor_do_gathered_rows():
+    def added(x, table):
+        return lax.fori_loop(
+            0, 8, lambda i, total: total + take_rows(x, table[i]), jnp.zeros_like(x[:4])
+        )
+
+    x, table = numbers((512, 33), jnp.bfloat16), jnp.arange(32).reshape(8, 4) * 16
+    compiled = jax.jit(added).lower(x, table).compile()
+    wanted = np.asarray(x, np.float32)[np.asarray(table)].sum(0)
+    np.testing.assert_allclose(np.asarray(compiled(x, table), np.float32), wanted, atol=0.05)
     assert "f32[512,33]" not in compiled.as_text()
