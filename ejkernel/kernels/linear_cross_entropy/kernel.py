@@ -1,4 +1,4 @@
-"""The loss as a kernel: its configs, its implementations, its gradient."""
+"""The loss as a kernel: its implementations, its gradient, its configs."""
 
 from __future__ import annotations
 
@@ -10,31 +10,17 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.ops import (
-    BwdParams,
     Dimension,
-    FwdParams,
     Invocation,
     Kernel,
     NearShapes,
     Supports,
-    device_kind,
 )
 
 from . import xla
+from .blocks import LinearCrossEntropyConfig, Sizes, config, tpu_tile, xla_blocks, xla_rows
 from .options import LossOptions
 from .reference import linear_cross_entropy_reference
-
-
-@dataclasses.dataclass(frozen=True)
-class LinearCrossEntropyConfig:
-    """Tiles of the forward and of the backward pass; None leaves one to the heuristic.
-
-    `blocksize_m` is a number of rows, `blocksize_n` of words, `blocksize_k` of features. With the
-    XLA implementation `fwd` is for the loss alone, `bwd` for the loss with its gradients.
-    """
-
-    fwd: FwdParams = dataclasses.field(default_factory=FwdParams)
-    bwd: BwdParams = dataclasses.field(default_factory=BwdParams)
 
 
 class _Call(NamedTuple):
@@ -61,8 +47,8 @@ class _Call(NamedTuple):
         return _Call(rows, weight, labels.reshape(-1), bias, LossOptions(**options), reduction)
 
     @property
-    def sizes(self) -> _Sizes:
-        return _Sizes.of(self.hidden, self.weight, vocab_first=self.options.vocab_first)
+    def sizes(self) -> Sizes:
+        return Sizes.of(self.hidden, self.weight, vocab_first=self.options.vocab_first)
 
     def factors(self) -> jax.Array:
         """What each row's loss is multiplied with before they are added."""
@@ -154,7 +140,7 @@ class LinearCrossEntropy(Kernel[LinearCrossEntropyConfig, jax.Array]):
         **options: Any,
     ) -> jax.Array:
         call = _Call.of(hidden, weight, labels, **options)
-        rows = cfg.fwd.blocksize_m or _xla_rows(call.sizes)
+        rows = cfg.fwd.blocksize_m or xla_rows(call.sizes)
         return call.reduced(xla.losses(*call[:5], rows=rows), labels.shape)
 
     def fwd_with_residuals_xla(
@@ -209,7 +195,7 @@ class LinearCrossEntropy(Kernel[LinearCrossEntropyConfig, jax.Array]):
         from . import pallas_tpu
 
         call = _Call.of(hidden, weight, labels, **options)
-        rows, vocab = _tpu_tile(call.sizes, backward=False)
+        rows, vocab = tpu_tile(call.sizes, backward=False)
         losses, lse = pallas_tpu.losses(
             *call[:5], rows=cfg.fwd.blocksize_m or rows, vocab=cfg.fwd.blocksize_n or vocab
         )
@@ -230,7 +216,7 @@ class LinearCrossEntropy(Kernel[LinearCrossEntropyConfig, jax.Array]):
         from . import pallas_tpu
 
         call = _Call.of(hidden, weight, labels, **options)
-        rows, vocab = _tpu_tile(call.sizes, backward=True)
+        rows, vocab = tpu_tile(call.sizes, backward=True)
         found = pallas_tpu.gradients(
             *call[:3],
             lse,
@@ -280,35 +266,35 @@ class LinearCrossEntropy(Kernel[LinearCrossEntropyConfig, jax.Array]):
     # --- configs ---------------------------------------------------------------------------------
 
     def heuristic_cfg(self, inv: Invocation[Any, Any]) -> LinearCrossEntropyConfig:
-        sizes = _Sizes.of(*inv.args[:2], **inv.kwargs)
-        return _config((_xla_rows(sizes),), _xla_blocks(sizes))
+        sizes = Sizes.of(*inv.args[:2], **inv.kwargs)
+        return config((xla_rows(sizes),), xla_blocks(sizes))
 
     def heuristic_cfg_pallas(self, inv: Invocation[Any, Any]) -> LinearCrossEntropyConfig:
-        sizes = _Sizes.of(*inv.args[:2], **inv.kwargs)
-        return _config(_tpu_tile(sizes, backward=False), _tpu_tile(sizes, backward=True))
+        sizes = Sizes.of(*inv.args[:2], **inv.kwargs)
+        return config(tpu_tile(sizes, backward=False), tpu_tile(sizes, backward=True))
 
     def heuristic_cfg_triton(self, inv: Invocation[Any, Any]) -> LinearCrossEntropyConfig:
         from . import pallas_gpu
 
-        sizes = _Sizes.of(*inv.args[:2], **inv.kwargs)
+        sizes = Sizes.of(*inv.args[:2], **inv.kwargs)
         tile = pallas_gpu.default_tile(sizes.itemsize)
-        return _config(tile, _xla_blocks(sizes), num_warps=8, num_stages=3)
+        return config(tile, xla_blocks(sizes), num_warps=8, num_stages=3)
 
     def candidate_cfgs(self, inv: Invocation[Any, Any]) -> list[LinearCrossEntropyConfig]:
         # The passes do not share anything, so each is varied while the other stays as it is.
         default = self.heuristic_cfg(inv)
-        sizes = _Sizes.of(*inv.args[:2], **inv.kwargs)
+        sizes = Sizes.of(*inv.args[:2], **inv.kwargs)
         chunks = [rows for rows in (128, 256, 512, 1024) if rows < 2 * sizes.rows]
         blocks = [(rows, words) for rows in chunks for words in (1024, 2048, 8192)]
         return [
-            *(dataclasses.replace(default, fwd=_config((rows,), ()).fwd) for rows in chunks),
-            *(dataclasses.replace(default, bwd=_config((), block).bwd) for block in blocks),
+            *(dataclasses.replace(default, fwd=config((rows,), ()).fwd) for rows in chunks),
+            *(dataclasses.replace(default, bwd=config((), block).bwd) for block in blocks),
         ]
 
     def candidate_cfgs_pallas(self, inv: Invocation[Any, Any]) -> list[LinearCrossEntropyConfig]:
         from . import pallas_tpu
 
-        sizes = _Sizes.of(*inv.args[:2], **inv.kwargs)
+        sizes = Sizes.of(*inv.args[:2], **inv.kwargs)
         default = self.heuristic_cfg_pallas(inv)
         tiles = [(rows, words) for rows in (128, 256, 512, 1024) for words in (256, 512, 1024)]
         forward, backward = (
@@ -321,72 +307,24 @@ class LinearCrossEntropy(Kernel[LinearCrossEntropyConfig, jax.Array]):
             for b in (False, True)
         )
         return [
-            *(dataclasses.replace(default, fwd=_config(tile, ()).fwd) for tile in forward),
-            *(dataclasses.replace(default, bwd=_config((), tile).bwd) for tile in backward),
+            *(dataclasses.replace(default, fwd=config(tile, ()).fwd) for tile in forward),
+            *(dataclasses.replace(default, bwd=config((), tile).bwd) for tile in backward),
         ]
 
     def candidate_cfgs_triton(self, inv: Invocation[Any, Any]) -> list[LinearCrossEntropyConfig]:
-        blocks = _xla_blocks(_Sizes.of(*inv.args[:2], **inv.kwargs))
+        blocks = xla_blocks(Sizes.of(*inv.args[:2], **inv.kwargs))
         return [
-            _config(tile, blocks, num_warps=warps, num_stages=stages)
+            config(tile, blocks, num_warps=warps, num_stages=stages)
             for tile in ((128, 128, 32), (128, 128, 64), (128, 256, 32), (64, 128, 64))
             for warps in (4, 8)
             for stages in (2, 3)
         ]
 
 
-class _Sizes(NamedTuple):
-    """What block sizes are chosen by."""
-
-    rows: int
-    features: int
-    vocab: int
-    itemsize: int
-
-    @staticmethod
-    def of(hidden: Any, weight: Any, *, vocab_first: bool = False, **_: Any) -> _Sizes:
-        features = hidden.shape[-1]
-        vocab = weight.shape[0 if vocab_first else 1]
-        return _Sizes(hidden.size // features, features, vocab, hidden.dtype.itemsize)
-
-
-def _xla_rows(sizes: _Sizes) -> int:
-    """Rows whose logits exist at a time, if only the loss is wanted.
-
-    On a CPU (interleaved timings, two Zen 3 cores): logits are read again and should be near, so
-    4 MiB of them, or 256 rows; 1024 rows of 10,000 words took 1.7 times as long. Elsewhere: logits
-    of 256 MiB.
-    """
-    most = 2**20 if device_kind() == "cpu" else 2**26
-    return min(sizes.rows, max(256, most // sizes.vocab))
-
-
-def _xla_blocks(sizes: _Sizes) -> tuple[int, int]:
-    """With gradients: rows at a time, and words whose weights are updated at a time.
-
-    On a CPU every chunk of rows reads and writes the whole gradient of the weight, so few chunks
-    are fast ones: 512 rows of 50,257 words took 1.0 of the plain loss's time in one chunk, 1.6 in
-    two, 2.1 in four. Logits of 128 MiB are allowed, and 256 rows whatever they need. The product
-    that is added to the gradient should stay in the cache: 1024 words of 1024 features, 4 MiB.
-
-    Elsewhere: logits of 256 MiB, and few enough steps that each fills the device.
-    """
-    if device_kind() == "cpu":
-        rows = max(256, 2**25 // sizes.vocab)
-        return min(sizes.rows, rows), min(sizes.vocab, max(256, 2**20 // sizes.features))
-    return _xla_rows(sizes), min(sizes.vocab, 16384)
-
-
-def _tpu_tile(sizes: _Sizes, *, backward: bool) -> tuple[int, int]:
-    from . import pallas_tpu
-
-    return pallas_tpu.default_tile(*sizes, backward=backward)
-
-
 def _xla_gradients(
     call: _Call, factors: jax.Array, cfg: LinearCrossEntropyConfig
 ) -> xla.LossAndGradients:
-    rows, vocab = _xla_blocks(call.sizes)
+    rows, vocab = xla_blocks(call.sizes)
     return xla.losses_and_gradients(
         *call[:3],
         factors,
@@ -406,13 +344,3 @@ def _gradients(
     """In the order that the framework asks for; labels have none."""
     by_keyword = {} if call.bias is None else {"bias": dbias}
     return dhidden.reshape(shape), dweight, None, by_keyword
-
-
-def _config(
-    forward: tuple[int, ...], backward: tuple[int, ...], **launch: int
-) -> LinearCrossEntropyConfig:
-    names = ("blocksize_m", "blocksize_n", "blocksize_k")
-    return LinearCrossEntropyConfig(
-        FwdParams(**dict(zip(names, forward, strict=False)), **launch),
-        BwdParams(**dict(zip(names, backward, strict=False))),
-    )

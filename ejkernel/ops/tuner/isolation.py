@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import itertools
 import threading
 import time
@@ -18,19 +17,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import export
 
-from ejkernel.native import loading as native
-
 from ..utils.fingerprint import current_device
-from ..utils.locations import without_locations
-from ..utils.stable import short_hash
 from .bench import CandidateError, Clock, Function, Lowered
 from .judge import Wavering, differs
 from .process import SHARED, START_SECONDS, WorkerLost, WorkerUnavailable, worker_pid
-from .worker import ANY_CUSTOM_CALL, Blob, Header, describe, raw
+from .travel import Input, exported
+from .worker import Blob, Header, describe, raw
 
 T = TypeVar("T")
 
@@ -49,36 +43,6 @@ class CandidateDied(CandidateError):
 
 
 _NUMBERS = itertools.count(1)  # of benches and handles
-
-
-class _Input:
-    """An input array as it travels: key arrays as the numbers they are made of."""
-
-    def __init__(self, array: Any) -> None:
-        self._key_kind = None
-        weak = bool(getattr(array, "weak_type", False))
-        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-            self._key_kind = jax.random.key_impl(array)
-            array = jax.random.key_data(array)
-        values = np.asarray(array)
-        # As jit would: without x64, an array of 64 bits is taken for one of 32.
-        self.values = values.astype(jax.dtypes.canonicalize_dtype(values.dtype), copy=False)
-        self.abstract = jax.ShapeDtypeStruct(values.shape, self.values.dtype, weak_type=weak)
-
-    def as_given(self, array: Any) -> Any:
-        """What the function takes, from what the program takes."""
-        if self._key_kind is None:
-            return array
-        return jax.random.wrap_key_data(array, impl=self._key_kind)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Program:
-    """A traced function: what the worker needs, and what its outputs are called here."""
-
-    module: bytes
-    header: Header
-    outputs: Any  # a pytree of shapes
 
 
 @dataclasses.dataclass(eq=False)
@@ -132,7 +96,7 @@ class WorkerBench:
         config = {name: getattr(jax.config, name) for name in CARRIED_SETTINGS}
         self._platform = _export_platform(device)
         self._settings: Header = {"config": config, "device": place}
-        self._inputs = [_Input(array) for array in arrays]
+        self._inputs = [Input(array) for array in arrays]
         self._inputs_in = 0
         self._compile_seconds, self._run_seconds = compile_seconds, run_seconds
         self._dead: dict[str, str] = {}  # by fingerprint: a twin would die the same way
@@ -157,40 +121,7 @@ class WorkerBench:
     # --- what a Bench does -----------------------------------------------------------------------
 
     def lower(self, function: Function) -> Lowered:
-        seen: list[Any] = []
-
-        def program(arrays: list[Any]) -> list[Any]:
-            pairs = zip(self._inputs, arrays, strict=True)
-            out = function(*(given.as_given(array) for given, array in pairs))
-            seen[:] = [jax.tree.map(_shape, out)]
-            return [_plain(leaf) for leaf in jax.tree.leaves(out)]
-
-        abstract = [given.abstract for given in self._inputs]
-        jitted = jax.jit(program)
-        exporting = export.export(
-            jitted, platforms=[self._platform], disabled_checks=ANY_CUSTOM_CALL
-        )
-        try:
-            with without_locations():
-                exported = exporting(abstract)
-        except Exception as error:
-            jitted.trace(abstract)  # the user's own errors come out as they are
-            reason = f"it cannot be lowered for a worker: {type(error).__name__}: {error}"
-            raise CandidateError(reason) from error
-        if exported.nr_devices != 1 or exported.ordered_effects:
-            raise CandidateError("a worker runs programs of one device, without ordered effects")
-        [outputs] = seen
-        header = {
-            "platform": self._platform,
-            "kept": list(exported.module_kept_var_idx),
-            "outputs": [describe(aval) for aval in exported.out_avals],
-            "native": native.loaded(),
-        }
-        # The module alone does not tell how its outputs are named and nested.
-        named = [str(part) for part in jax.tree_util.tree_flatten_with_path(outputs)]
-        module = exported.mlir_module_serialized
-        fingerprint = short_hash("\n".join((hashlib.sha256(module).hexdigest(), *named)), 32)
-        return Lowered(fingerprint, _Program(module, header, outputs))
+        return exported(function, self._inputs, self._platform)
 
     def compile(self, lowered: Lowered) -> WorkerHandle:
         handle = WorkerHandle(next(_NUMBERS), lowered)
@@ -419,18 +350,3 @@ def _export_platform(device: Any) -> str:
     if device.platform == jax.default_backend():
         return str(export.default_export_platform())  # tells one kind of GPU from the other
     return str(device.platform)
-
-
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    kind = jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(kind.shape, kind.dtype)
-
-
-def _plain(leaf: Any) -> Any:
-    """An output as it travels: an ordinary array."""
-    dtype = jax.typeof(leaf).dtype
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return jax.random.key_data(leaf)
-    if dtype == jax.dtypes.float0:  # a derivative of integers, which has no values
-        return jnp.zeros(leaf.shape, bool)
-    return leaf
