@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import gc
+import itertools
 import json
 import random
 import sys
@@ -42,7 +43,7 @@ from ejkernel.ops import (
     registry,
 )
 from ejkernel.ops.tuner.clock import Stopwatch
-from ejkernel.ops.tuner.race import Race
+from ejkernel.ops.tuner.race import Race, Withdrawn
 from ejkernel.ops.tuner.session import tune_invocation
 
 # --- a clock that only moves when a compiled program says so --------------------------------------
@@ -763,6 +764,93 @@ def test_a_challenger_that_wins_by_a_few_lucky_rounds_does_not_replace_the_favou
 def test_a_clear_gain_replaces_the_favourite():
     winner, _ = race(Track([0.9, 1.0, 1.1]).samplers(), 3, favourite=1)
     assert winner == 0
+
+
+def noisy(seed):
+    """Samples that are up to a quarter too long, and now and then much longer."""
+    luck = random.Random(seed)
+    return lambda *_: (1 + abs(luck.gauss(0, 0.25))) * (2.0 if luck.random() < 0.05 else 1.0)
+
+
+def short_race(times, seed, **options):
+    """As `effort="quick"` for a kernel that compiles fast: a few rounds, then it must decide."""
+    track = Track(times, noisy(seed))
+    contest = Race(track.samplers(), screening=2, rounds=4, favourite=0, seed=seed, **options)
+    return contest.run(), contest
+
+
+def test_of_many_slower_candidates_hardly_ever_one_replaces_the_favourite():
+    winners = [short_race([1.0] + 8 * [1.05], seed)[0] for seed in range(200)]
+    assert sum(winner != 0 for winner in winners) <= 4  # without a duel: 16
+
+
+def test_a_duel_finds_what_a_short_race_leaves_in_doubt():
+    found = [short_race([1.0, 1.0, 0.75, 1.0], seed)[0] for seed in range(200)]
+    assert sum(winner == 2 for winner in found) >= 150
+    assert sum(winner not in (0, 2) for winner in found) <= 4
+
+
+def test_only_the_two_of_a_duel_run_in_it():
+    winner, contest = short_race([1.0, 0.5, 0.98], 3)
+    counts = [len(samples) for samples in contest.samples]
+    assert winner == 1
+    assert counts[0] == counts[1] >= 6 + 2
+    assert counts[2] <= 4
+
+
+def test_a_second_duel_is_judged_by_its_own_rounds():
+    """The machine is twice as fast then: beside the first duel everyone would look good."""
+    contest = None
+
+    def sampler(index, at_first, later):
+        def sample():
+            twice = len(contest.samples[1]) >= 4 + 6
+            done = len(contest.samples[index])
+            return (at_first if done < 4 else later) * (0.5 if twice else 1.0)
+
+        return sample
+
+    runners = [sampler(0, 1.0, 1.0), sampler(1, 0.8, 1.2), sampler(2, 0.8, 1.05)]
+    contest = Race(runners, screening=2, rounds=4, favourite=0, margin=0.0)
+    contest.stop = lambda: len(contest.samples[0]) >= 4
+    assert contest.run() == 0
+    assert len(contest.samples[0]) == 4 + 6 + 6
+    assert not contest.sure
+
+
+def test_a_challenger_that_fails_in_its_duel_leaves_the_favourite():
+    runs = itertools.count()
+
+    def fails_later():
+        if next(runs) >= 4:
+            raise Withdrawn
+        return 0.5
+
+    contest = Race([lambda: 1.0, fails_later], screening=2, rounds=4, favourite=0, margin=0.0)
+    assert contest.run() == 0
+    assert contest.withdrawn == {1}
+
+
+def test_a_favourite_that_fails_in_the_duel_leaves_the_challenger():
+    runs = itertools.count()
+
+    def fails_later():
+        if next(runs) >= 4:
+            raise Withdrawn
+        return 1.0
+
+    contest = Race([fails_later, lambda: 0.5], screening=2, rounds=4, favourite=0, margin=0.0)
+    assert contest.run() == 1
+
+
+def test_without_time_left_a_duel_is_decided_by_what_was_measured():
+    rounds = itertools.count(1)
+    late = Race([lambda: 1.0, lambda: 0.5], favourite=0, out_of_time=lambda: next(rounds) >= 4)
+    assert late.run() == 1
+    assert len(late.samples[0]) < 6  # as many as a duel has at least
+    at_once = Race([lambda: 1.0, lambda: 0.5], favourite=0, out_of_time=lambda: True)
+    assert at_once.run() == 0  # one round proves nothing
+    assert [len(samples) for samples in at_once.samples] == [1, 1]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 16])

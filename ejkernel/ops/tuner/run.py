@@ -136,8 +136,6 @@ class Run:
         start, least = time.monotonic(), 2 * self.tuner.iters
 
         def long_enough() -> bool:
-            if self._out_of_time():
-                return True
             limit = self._racing_seconds
             done = max(len(samples) for samples in race.samples)
             if limit is None or done < least:
@@ -154,6 +152,7 @@ class Run:
             seed=self.tuner.seed,
             on_round=self.progress.round,
             stop=long_enough,
+            out_of_time=self._out_of_time,
         )
         # Before it runs: if it is interrupted, what was measured is here.
         self.samples.update(zip(keys, race.samples, strict=True))
