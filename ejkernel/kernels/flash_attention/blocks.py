@@ -53,7 +53,8 @@ def default_blocks(
     * More than 8 heads at once leave the caches: a batch of 4 then takes up to 5 times as long.
     * Forward, a whole head that is about 128 x 128 is best alone: it stays with its core.
     * Where all keys of a few queries are one tile, slices of 8 MiB of keys and values took 0.25 to
-      0.4 of the time of all at once, from 16 MiB on; below, all at once is best.
+      0.4 of the time of all at once, from 16 MiB on; below, all at once is best. In the backward
+      pass, 128 keys of all heads took 0.8 to 0.95 of it.
     * Else ``head_dim`` changed the times but never the order, so it is not used.
 
     Where examples have lengths or segments of their own (`by_example`), one at a time skips most.
@@ -74,8 +75,11 @@ def default_blocks(
     heads = batch * kv_heads
     in_cache = max(1, _CACHED_TILE // (group * block_q * block_k))
     key_bytes = 2 * 4 * k_len * head_dim  # of a head: keys and values, in float32
-    if not backward and (block_q, block_k) == (q_len, k_len) and heads * key_bytes > _ALL_KEYS:
-        in_cache = min(in_cache, max(1, _CACHED_KEYS // key_bytes))
+    if (block_q, block_k) == (q_len, k_len) and heads * key_bytes > _ALL_KEYS:
+        if backward:
+            block_k = min(k_len, 128)
+        else:
+            in_cache = min(in_cache, max(1, _CACHED_KEYS // key_bytes))
     if not backward and 64 * 64 < group * q_len * k_len <= 128 * 128:
         heads = 1
     elif by_example or heads > in_cache:

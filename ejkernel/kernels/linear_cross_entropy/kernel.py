@@ -285,7 +285,8 @@ class LinearCrossEntropy(Kernel[LinearCrossEntropyConfig, jax.Array]):
         default = self.heuristic_cfg(inv)
         sizes = Sizes.of(*inv.args[:2], **inv.kwargs)
         chunks = [rows for rows in (128, 256, 512, 1024) if rows < 2 * sizes.rows]
-        blocks = [(rows, words) for rows in chunks for words in (1024, 2048, 8192)]
+        words = dict.fromkeys(min(words, sizes.vocab) for words in (1024, 8192, sizes.vocab))
+        blocks = [(rows, some) for rows in chunks for some in words]
         return [
             *(dataclasses.replace(default, fwd=config((rows,), ()).fwd) for rows in chunks),
             *(dataclasses.replace(default, bwd=config((), block).bwd) for block in blocks),

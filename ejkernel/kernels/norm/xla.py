@@ -147,11 +147,12 @@ def default_rows(rows: int, features: int) -> int | None:
     """Rows of a block of the backward pass that are good, not best, on a CPU; None for all.
 
     From interleaved timings (16 to 16,384 rows of 256 to 4096 features, two Zen 3 cores): blocks
-    are worth their loop when the arrays are larger than the caches, from about 2 million elements
-    on, where they take 0.5 to 0.9 of the time; below, one block is best. Blocks of 128 to 512
-    thousand elements are equally good.
+    are worth their loop when the arrays are larger than the caches; 8 million elements take 0.8 to
+    1.0 of the time then. Up to 3 million, one block takes 0.65 to 0.95 of the time of several; with
+    4 million it was anything between 0.7 and 1.4. Blocks of 128 to 512 thousand elements are
+    equally good.
     """
-    if rows * features < 2**21:
+    if rows * features <= 3 * 2**20:
         return None
     return min(rows, max(8, 2**18 // max(features, 1)))
 
