@@ -113,8 +113,8 @@ def benchmarks(public: str | None) -> list[Benchmark]:
             "tuner",
             "The tuner beside others",
             ("benchmarks/tuner.py", "--repeats", "6"),
-            "Regret: how much slower a pick is than the best candidate, measured afterwards with "
-            "many more rounds.",
+            "Regret: how much slower a pick is than the best candidate, by many more rounds, "
+            "measured between the repeats.",
         ),
         Benchmark(
             "search",

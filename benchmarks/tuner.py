@@ -9,9 +9,10 @@ Contenders, on the same two 16-candidate kernels in the same run, in turns:
 - naive: the loop that most projects write, "1 warm-up, mean of 3", one candidate after the other;
 - tune-jax: the published tuner, if it is installed (`pip install tune-jax`).
 
-The truth is measured afterwards: all distinct programs compiled once, many interleaved rounds, mean
-of the fastest two thirds. Regret is how much slower a contender's pick is than the true best. Every
-candidate's output is checked against the reference first.
+The truth is measured between the repeats, because neighbours on a shared machine change which
+config is best: all candidates compiled once, many interleaved rounds, mean of the fastest two
+thirds. Regret is how much slower a contender's pick is than the true best. Every candidate's output
+is checked against the reference first.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import functools
 import gc
 import importlib.util
 import json
+import math
 import platform
 import random
 import statistics
@@ -152,26 +154,33 @@ def tune_jax(
     return Blocks(**tuned.optimal_hyperparams)
 
 
-def truth(
-    function: Callable[..., Any], args: tuple[Any, ...], configs: list[Any], rounds: int
-) -> dict[Any, float]:
-    """Careful times of all candidates, after checking that they agree."""
-    programs = {
-        cfg: jax.jit(lambda *args, cfg=cfg: function(*args, cfg)).lower(*args).compile()
-        for cfg in configs
-    }
-    reference = np.asarray(programs[configs[0]](*args))
-    for program in programs.values():
-        np.testing.assert_allclose(np.asarray(program(*args)), reference, rtol=1e-3, atol=1e-3)
-    samples: dict[Any, list[float]] = {cfg: [] for cfg in configs}
-    order = list(configs)
-    for _ in range(rounds):
-        random.shuffle(order)
-        for cfg in order:
-            start = time.perf_counter()
-            jax.block_until_ready(programs[cfg](*args))
-            samples[cfg].append(time.perf_counter() - start)
-    return {cfg: typical(taken) for cfg, taken in samples.items()}
+class Truth:
+    """Careful times of all candidates, which are first seen to agree."""
+
+    def __init__(
+        self, function: Callable[..., Any], args: tuple[Any, ...], configs: list[Any]
+    ) -> None:
+        self._programs = {
+            cfg: jax.jit(lambda *args, cfg=cfg: function(*args, cfg)).lower(*args).compile()
+            for cfg in configs
+        }
+        self._args = args
+        self._samples: dict[Any, list[float]] = {cfg: [] for cfg in configs}
+        reference = np.asarray(self._programs[configs[0]](*args))
+        for program in self._programs.values():
+            np.testing.assert_allclose(np.asarray(program(*args)), reference, rtol=1e-3, atol=1e-3)
+
+    def measure(self, rounds: int) -> None:
+        order = list(self._programs)
+        for _ in range(rounds):
+            random.shuffle(order)
+            for cfg in order:
+                start = time.perf_counter()
+                jax.block_until_ready(self._programs[cfg](*self._args))
+                self._samples[cfg].append(time.perf_counter() - start)
+
+    def times(self) -> dict[Any, float]:
+        return {cfg: typical(taken) for cfg, taken in self._samples.items()}
 
 
 def main() -> None:
@@ -188,6 +197,7 @@ def main() -> None:
     for name, (function, args, configs) in cases().items():
         picks: dict[str, list[Any]] = {c: [] for c in contenders}
         seconds: dict[str, list[float]] = {c: [] for c in contenders}
+        truth = Truth(function, args, configs)
         for repeat in range(options.repeats):
             order = list(contenders)
             random.Random(repeat).shuffle(order)  # so that leftovers hit nobody in particular
@@ -199,7 +209,8 @@ def main() -> None:
                 start = time.perf_counter()
                 picks[contender].append(tune(function, args, configs, repeat))
                 seconds[contender].append(time.perf_counter() - start)
-        times = truth(function, args, configs, options.rounds)
+            truth.measure(math.ceil(options.rounds / options.repeats))
+        times = truth.times()
         best = min(times.values())
         for contender in contenders:
             regrets = [times[cfg] / best - 1 for cfg in picks[contender]]

@@ -18,7 +18,9 @@ from jax.sharding import Mesh, PartitionSpec
 from ejkernel import native
 from ejkernel.kernels.flash_attention import FlashAttention, FlashAttentionConfig
 from ejkernel.modules import flash_attention
-from ejkernel.ops import BwdParams, FwdParams, NotSupported, policy_override
+from ejkernel.ops import BwdParams, FwdParams, NotSupported, Tuner, policy_override
+from ejkernel.ops.tuner.outcome import Verdict
+from ejkernel.ops.tuner.session import tune_invocation
 
 # One for all tests and all runs: building is safe when several begin at once, and a library is
 # found again only if nothing has changed.
@@ -322,3 +324,14 @@ def test_it_is_tuned_like_any_other_kernel():
         out = FlashAttention()(*arrays, causal=True, softmax_scale=1.0)
     wanted = quick(partial(naive, causal=True, softmax_scale=1.0))(*arrays)[0]
     np.testing.assert_allclose(out, wanted, atol=2e-5)
+
+
+def test_a_worker_process_loads_the_library_too():
+    arrays = inputs(batch=1, q_len=65, k_len=65, heads=2, kv_heads=2)
+    inv = KERNEL.bind(*arrays, causal=True, softmax_scale=1.0).abstract()
+    tuner = Tuner(isolation="process", effort="quick", progress=False)
+    outcome = tune_invocation(tuner, inv, KERNEL, backward=True)
+    assert outcome.measured != "forward"
+    refused = [trial for trial in outcome.trials if trial.verdict is not Verdict.MEASURED]
+    assert all(trial.verdict is Verdict.DUPLICATE for trial in refused), refused
+    assert len(outcome.trials) - len(refused) > 1
