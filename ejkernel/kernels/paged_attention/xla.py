@@ -90,15 +90,15 @@ def forward(
 
 
 def default_pages_per_step(k_pages: jax.Array | jax.ShapeDtypeStruct, per_sequence: int) -> int:
-    """As many pages as have 32 KiB of keys, at most 8.
+    """One, or as many small pages as have 32 KiB of keys: four to eight.
 
-    From interleaved timings (two Zen 3 cores, pages of 4 to 64 KiB): four pages of 8 KiB took 0.71
-    to 0.97 of the time of one at a time, two of 16 KiB 0.95, two of 32 KiB 0.8 to 1.1, four of
-    64 KiB 1.4.
+    From interleaved timings (two Zen 3 cores): four pages of 8 KiB took 0.7 to 0.97 of the time of
+    one at a time, eight of 4 KiB 0.75 to 1.0; but two of 16 KiB up to 1.5, four of 64 KiB 1.4.
     """
     _, page_size, kv_heads, head_dim = k_pages.shape
     in_float32 = 4 * page_size * kv_heads * head_dim
-    return max(1, min(2**15 // in_float32, 8, per_sequence))
+    pages = min(2**15 // max(1, in_float32), 8, per_sequence)
+    return pages if pages >= 4 else 1
 
 
 def _sink_rows(sinks: jax.Array, kv_heads: int, tokens: int) -> jax.Array:
