@@ -853,6 +853,27 @@ def test_without_time_left_a_duel_is_decided_by_what_was_measured():
     assert [len(samples) for samples in at_once.samples] == [1, 1]
 
 
+def test_a_moment_of_slowness_at_the_start_makes_nobody_leave():
+    """Programs of two threads take twice as long while something else has one of the cores."""
+    threads = [1, 2, 2, 1]
+
+    def mood(now, runner, count):
+        return 2.0 if now < 7.0 and threads[runner] == 2 else 1.0
+
+    for settling, wanted in ((0.0, {0, 3}), (20.0, {1})):
+        track = Track([0.7, 0.5, 0.6, 0.8], mood)
+        contest = Race(
+            track.samplers(), screening=2, settling=settling, timer=lambda track=track: track.now
+        )
+        assert contest.run() in wanted
+
+
+def test_what_is_beyond_doubt_needs_no_duel():
+    contest = Race([lambda: 1.0, lambda: 0.5], screening=6, rounds=8, favourite=0)
+    assert contest.run() == 1
+    assert len(contest.samples[0]) == 6
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 16])
 def test_the_favourite_always_reaches_the_final(count):
     times = [1.0 + index / 10 for index in range(count)]

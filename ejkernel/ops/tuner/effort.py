@@ -45,6 +45,7 @@ class Effort:
 
 
 PATIENCE = 4
+SETTLING = 0.25  # seconds of a race in which nobody leaves yet
 DOUBT = 0.01  # a race whose leader may be slower than another by more than this is in doubt
 
 EFFORTS: dict[str, Effort] = {

@@ -15,6 +15,7 @@ import dataclasses
 import math
 import random
 import statistics
+import time
 from collections.abc import Callable, Sequence
 
 from .clock import typical
@@ -44,6 +45,9 @@ class Race:
       on_round: told how many candidates are running and how many rounds they have run.
       stop: asked after each round; a true answer ends the race, and a duel may follow.
       out_of_time: asked after each round; a true answer ends everything.
+      settling: seconds in which nobody leaves: whatever takes a core for a moment makes programs
+        of several threads look slow, in every round of that moment.
+      timer: a clock in seconds.
     """
 
     samplers: Sequence[Callable[[], float]]
@@ -55,6 +59,8 @@ class Race:
     on_round: Callable[[int, int], None] | None = None
     stop: Callable[[], object] | None = None
     out_of_time: Callable[[], object] | None = None
+    settling: float = 0.0
+    timer: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         if not self.samplers:
@@ -68,15 +74,17 @@ class Race:
         """Run it; the winner's index, or None if all had to withdraw."""
         self._order = random.Random(self.seed)
         next_cut = self.screening
+        start = self.timer()
         for done in range(1, self.rounds + 1):
             self._round(self.running)
             if not self.running:
                 return None
             if self.on_round is not None:
                 self.on_round(len(self.running), done)
-            if done >= 2:
+            has_settled = self.timer() - start >= self.settling
+            if has_settled and done >= 2:
                 self._drop_the_clearly_slower()
-            if done >= self.screening:
+            if has_settled and done >= self.screening:
                 self._drop_the_surely_slower()
                 if done >= next_cut:
                     self._drop_the_slowest_third()
@@ -167,11 +175,16 @@ class Race:
             ratio, error = compare(self.samples[favourite], self.samples[leader])
             if ratio <= max(LEAST_GAIN, error):
                 return favourite
-            if self._wins_a_duel(leader, favourite):
+            if self._is_beyond_doubt(leader, favourite) or self._wins_a_duel(leader, favourite):
                 return leader
             self.running = [index for index in self.running if index != leader]
             self.sure = False
         return None
+
+    def _is_beyond_doubt(self, challenger: int, favourite: int) -> bool:
+        """True if it has been so much faster in so many rounds that luck cannot have done it."""
+        ratio, error = compare(self.samples[favourite], self.samples[challenger])
+        return len(self.samples[challenger]) >= DUEL[0] and ratio > max(0.1, 2 * SURE * error)
 
     def _wins_a_duel(self, challenger: int, favourite: int) -> bool:
         """Whether it is faster by more than the noise in rounds of their own.

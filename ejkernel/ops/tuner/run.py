@@ -13,7 +13,7 @@ from ..utils.stable import stable_json
 from .bench import Bench, BenchUnavailable, CandidateError
 from .build import Builder, reason_of
 from .clock import typical
-from .effort import DOUBT, PATIENCE, Budget
+from .effort import DOUBT, PATIENCE, SETTLING, Budget
 from .outcome import Outcome, Trial, TuningFailed, TuningInterrupted, Verdict
 from .progress import Progress
 from .race import LEAST_GAIN, SURE, Race, Withdrawn, compare
@@ -153,6 +153,7 @@ class Run:
             on_round=self.progress.round,
             stop=long_enough,
             out_of_time=self._out_of_time,
+            settling=SETTLING,
         )
         # Before it runs: if it is interrupted, what was measured is here.
         self.samples.update(zip(keys, race.samples, strict=True))
