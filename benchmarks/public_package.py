@@ -104,7 +104,7 @@ def main() -> None:
             for backward in (False, True):
                 wanted = {"length": length, "heads": 8, "head_dim": 64}
                 compare(
-                    options.python,
+                    os.path.abspath(options.python),  # it is started in another folder
                     {**wanted, "causal": causal, "backward": backward},
                     options.rounds,
                 )

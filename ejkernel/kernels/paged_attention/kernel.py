@@ -145,7 +145,8 @@ class PagedAttention(Kernel[PagedAttentionConfig, jax.Array]):
     # --- XLA, on any device ----------------------------------------------------------------------
 
     def heuristic_cfg(self, inv: Invocation[Any, Any]) -> PagedAttentionConfig:
-        pages = xla.default_pages_per_step(inv.args[1], inv.args[3].shape[1])
+        q, k_pages, _, table = inv.args[:4]
+        pages = xla.default_pages_per_step(q.shape, k_pages.shape, table.shape[1])
         return PagedAttentionConfig(pages_per_step=pages)
 
     def candidate_cfgs(self, inv: Invocation[Any, Any]) -> list[PagedAttentionConfig]:

@@ -89,16 +89,21 @@ def forward(
     return out.reshape(batch, tokens, heads, value_dim)
 
 
-def default_pages_per_step(k_pages: jax.Array | jax.ShapeDtypeStruct, per_sequence: int) -> int:
-    """One, or as many small pages as have 32 KiB of keys: four to eight.
+def default_pages_per_step(
+    q_shape: tuple[int, ...], pages_shape: tuple[int, ...], per_sequence: int
+) -> int:
+    """One, with a few exceptions.
 
-    From interleaved timings (two Zen 3 cores): four pages of 8 KiB took 0.7 to 0.97 of the time of
-    one at a time, eight of 4 KiB 0.75 to 1.0; but two of 16 KiB up to 1.5, four of 64 KiB 1.4.
+    From interleaved timings (two Zen 3 cores), beside one page at a time: four pages with 8 KiB of
+    keys took 0.7 to 0.97 of the time, eight of 4 KiB 0.75 to 1.0, but two of 16 KiB up to 1.5 and
+    four of 64 KiB 1.4. Where a key head has a single query, two pages of 64 keys took 0.65 to 0.75.
     """
-    _, page_size, kv_heads, head_dim = k_pages.shape
-    in_float32 = 4 * page_size * kv_heads * head_dim
-    pages = min(2**15 // max(1, in_float32), 8, per_sequence)
-    return pages if pages >= 4 else 1
+    _, tokens, heads, _ = q_shape
+    _, page_size, kv_heads, head_dim = pages_shape
+    if tokens * heads == kv_heads and page_size >= 64:
+        return min(2, per_sequence)
+    small = 2**15 // max(1, 4 * page_size * kv_heads * head_dim)
+    return min(small, 8, per_sequence) if small >= 4 else 1
 
 
 def _sink_rows(sinks: jax.Array, kv_heads: int, tokens: int) -> jax.Array:
