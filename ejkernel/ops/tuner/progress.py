@@ -49,6 +49,9 @@ class Bar:
             self._bar.update(**fields)
 
 
+_REST_OF_THE_LINE = 42  # "12/40 compiling and checking 0:00:01", with spaces
+
+
 class _TerminalBar:
     """The bar where there is a terminal; gone when it is stopped."""
 
@@ -58,14 +61,19 @@ class _TerminalBar:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as RichProgress
 
+        console = Console(stderr=True)
+        # The name gives way first: what is being done, and how far it is, is what people look for.
+        bar = 40 if console.width >= 120 else 10
+        room = max(12, console.width - bar - _REST_OF_THE_LINE)
+        name = name if len(name) <= room else f"{name[: room - 1]}…"
         columns = (
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=bar),
             MofNCompleteColumn(),
             TextColumn("{task.fields[what]}"),
             TimeElapsedColumn(),
         )
-        self._progress = RichProgress(*columns, console=Console(stderr=True), transient=True)
+        self._progress = RichProgress(*columns, console=console, transient=True)
         self._progress.start()
         self._task = self._progress.add_task(escape(name), total=None, what="")
 
