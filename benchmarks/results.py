@@ -179,8 +179,8 @@ def run(benchmark: Benchmark, seconds: float, folder: pathlib.Path) -> str:
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
         output, ended = done.stdout, f"exit code {done.returncode}"
-        if done.returncode and "Traceback" in done.stderr:
-            output += "\n" + done.stderr.strip().splitlines()[-1]
+        if done.returncode:  # whatever it printed before, why it ended is said last
+            output = "\n".join([output, *done.stderr.strip().splitlines()[-1:]])
     except subprocess.TimeoutExpired as error:
         output = (error.stdout or b"").decode() if isinstance(error.stdout, bytes) else ""
         ended = f"stopped after {seconds:.0f} s"

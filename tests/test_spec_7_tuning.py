@@ -818,28 +818,28 @@ def test_a_second_duel_is_judged_by_its_own_rounds():
     assert not contest.sure
 
 
-def test_a_challenger_that_fails_in_its_duel_leaves_the_favourite():
+def failing_in_a_duel(seconds):
+    """A sampler that has run four rounds, and no more."""
     runs = itertools.count()
 
-    def fails_later():
+    def sample():
         if next(runs) >= 4:
             raise Withdrawn
-        return 0.5
+        return seconds
 
-    contest = Race([lambda: 1.0, fails_later], screening=2, rounds=4, favourite=0, margin=0.0)
+    return sample
+
+
+def test_a_challenger_that_fails_in_its_duel_leaves_the_favourite():
+    runners = [lambda: 1.0, failing_in_a_duel(0.5)]
+    contest = Race(runners, screening=2, rounds=4, favourite=0, margin=0.0)
     assert contest.run() == 0
     assert contest.withdrawn == {1}
 
 
 def test_a_favourite_that_fails_in_the_duel_leaves_the_challenger():
-    runs = itertools.count()
-
-    def fails_later():
-        if next(runs) >= 4:
-            raise Withdrawn
-        return 1.0
-
-    contest = Race([fails_later, lambda: 0.5], screening=2, rounds=4, favourite=0, margin=0.0)
+    runners = [failing_in_a_duel(1.0), lambda: 0.5]
+    contest = Race(runners, screening=2, rounds=4, favourite=0, margin=0.0)
     assert contest.run() == 1
 
 

@@ -66,13 +66,13 @@ class Race:
         if not self.samplers:
             raise ValueError("race: there are no candidates")
         self.samples: list[list[float]] = [[] for _ in self.samplers]
+        self._order = random.Random(self.seed)
         self.running = list(range(len(self.samplers)))
         self.withdrawn: set[int] = set()
         self.sure = False
 
     def run(self) -> int | None:
         """Run it; the winner's index, or None if all had to withdraw."""
-        self._order = random.Random(self.seed)
         next_cut = self.screening
         start = self.timer()
         for done in range(1, self.rounds + 1):
@@ -172,19 +172,18 @@ class Race:
             if favourite not in self.running or leader == favourite:
                 return leader
             assert favourite is not None
-            ratio, error = compare(self.samples[favourite], self.samples[leader])
-            if ratio <= max(LEAST_GAIN, error):
+            gain, error = compare(self.samples[favourite], self.samples[leader])
+            if not beats_the_noise(gain, error, 1):
                 return favourite
-            if self._is_beyond_doubt(leader, favourite) or self._wins_a_duel(leader, favourite):
+            # So much faster in so many rounds that luck cannot have done it.
+            beyond_doubt = gain > max(0.1, 2 * SURE * error)
+            if beyond_doubt and len(self.samples[leader]) >= DUEL[0]:
+                return leader
+            if self._wins_a_duel(leader, favourite):
                 return leader
             self.running = [index for index in self.running if index != leader]
             self.sure = False
         return None
-
-    def _is_beyond_doubt(self, challenger: int, favourite: int) -> bool:
-        """True if it has been so much faster in so many rounds that luck cannot have done it."""
-        ratio, error = compare(self.samples[favourite], self.samples[challenger])
-        return len(self.samples[challenger]) >= DUEL[0] and ratio > max(0.1, 2 * SURE * error)
 
     def _wins_a_duel(self, challenger: int, favourite: int) -> bool:
         """Whether it is faster by more than the noise in rounds of their own.
@@ -197,16 +196,20 @@ class Race:
         for done in range(1, DUEL[1] + 1):
             if self._is_out_of_time():  # all that was measured so far must do
                 gain, error = compare(self.samples[favourite], self.samples[challenger])
-                return gain > max(LEAST_GAIN, SURE * error)
+                return beats_the_noise(gain, error)
             self._round(pair)
             if not self.withdrawn.isdisjoint(pair):
                 return challenger not in self.withdrawn
             mine, other = (self.samples[i][n:] for i, n in zip(pair, before, strict=True))
             gain, error = compare(other, mine)
-            decided = gain <= 0 or gain > max(LEAST_GAIN, SURE * error)
-            if done >= DUEL[0] and decided:
+            if done >= DUEL[0] and (gain <= 0 or beats_the_noise(gain, error)):
                 break
-        return gain > max(LEAST_GAIN, LIKELY * error)
+        return beats_the_noise(gain, error, LIKELY)
+
+
+def beats_the_noise(gain: float, error: float, errors: float = SURE) -> bool:
+    """Whether a result of `compare` is more than a percent, and than so many standard errors."""
+    return gain > max(LEAST_GAIN, errors * error)
 
 
 def compare(slower: Sequence[float], faster: Sequence[float]) -> tuple[float, float]:

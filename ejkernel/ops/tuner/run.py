@@ -16,7 +16,7 @@ from .clock import typical
 from .effort import DOUBT, PATIENCE, SETTLING, Budget
 from .outcome import Outcome, Trial, TuningFailed, TuningInterrupted, Verdict
 from .progress import Progress
-from .race import LEAST_GAIN, SURE, Race, Withdrawn, compare
+from .race import Race, Withdrawn, beats_the_noise, compare
 from .work import Work
 
 if TYPE_CHECKING:
@@ -308,7 +308,7 @@ def _faster(challenger: Trial[Any], holder: Trial[Any]) -> Trial[Any]:
             sorted(holder.samples)[: len(challenger.samples)],
             sorted(challenger.samples)[: len(holder.samples)],
         )
-        return challenger if gain > max(LEAST_GAIN, SURE * error) else holder
+        return challenger if beats_the_noise(gain, error) else holder
     return challenger if (challenger.seconds or 0.0) < 0.99 * (holder.seconds or 0.0) else holder
 
 
