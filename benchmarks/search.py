@@ -8,9 +8,9 @@ The spaces are those of `record_table.py`, each of more than 250 candidates. Con
 - the same numbers of candidates, chosen at random;
 - everything: all candidates compiled, checked and raced. It runs once, it takes long.
 
-The truth is measured afterwards: all picks and the twenty that "everything" found fastest, compiled
-once, many interleaved rounds, mean of the fastest two thirds. Outputs are checked by the tuner
-against the plain reference before a time counts.
+The truth (`truth.py`) is measured afterwards: all picks and the twenty that "everything" found
+fastest, compiled once, in many interleaved rounds. Outputs are checked by the tuner against the
+plain reference before a time counts.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from record_table import Experiment, experiments
+from truth import Truth
 
-from ejkernel.ops.tuner.clock import Stopwatch, typical
 from ejkernel.ops.tuner.outcome import Outcome, Verdict
 from ejkernel.ops.tuner.tuner import Tuner
 from ejkernel.ops.tuner.work import Work
 
-TRUTH_ROUNDS = 60
+TRUTH_ROUNDS = 200
 
 
 def work_of(experiment: Experiment) -> Work:
@@ -57,21 +57,17 @@ def timed(work: Work, **options: Any) -> tuple[Outcome[Any], float]:
     return outcome, time.perf_counter() - start
 
 
-def truth(experiment: Experiment, configs: Iterable[Any]) -> dict[str, float]:
-    """Careful times of some configs."""
+def truth_of(experiment: Experiment, configs: Iterable[Any]) -> Truth:
+    """Careful times of some configs, by their names."""
     inputs = tuple(map(jnp.asarray, experiment.inputs))
-    watches = {}
+    calls = {}
     for cfg in configs:
         program = jax.jit(lambda *args, cfg=cfg: experiment.kernel(*args, cfg))
         compiled = program.lower(*inputs).compile()
-        watches[str(cfg)] = Stopwatch(lambda compiled=compiled: compiled(*inputs))
-    samples: dict[str, list[float]] = {name: [] for name in watches}
-    for watch in watches.values():
-        watch.warm_up(2)
-    for _ in range(TRUTH_ROUNDS):
-        for name, watch in watches.items():
-            samples[name].append(watch.sample())
-    return {name: typical(taken) for name, taken in samples.items()}
+        calls[str(cfg)] = lambda compiled=compiled: compiled(*inputs)
+    truth = Truth(calls)
+    truth.measure(TRUTH_ROUNDS)
+    return truth
 
 
 def main() -> None:
@@ -98,19 +94,19 @@ def main() -> None:
     fastest = sorted(measured, key=lambda trial: trial.seconds or 0.0)[:20]
     picks = [cfg for found in runs.values() for cfg, _ in found]
     wanted = {str(c): c for c in [everything.best, *(t.cfg for t in fastest), *picks]}
-    times = truth(experiment, wanted.values())
-    best = min(times.values())
+    truth = truth_of(experiment, wanted.values())
+    everything_beside_best = truth.beside_the_best(str(everything.best))
     rows = [
         {
             "contender": "everything",
-            "chosen / best": times[str(everything.best)] / best,
-            "worst": times[str(everything.best)] / best,
+            "chosen / best": everything_beside_best,
+            "worst": everything_beside_best,
             "seconds": all_seconds,
             "wall / everything": 1.0,
         }
     ]
     for name, found in runs.items():
-        ratios = [times[str(cfg)] / best for cfg, _ in found]
+        ratios = [truth.beside_the_best(str(cfg)) for cfg, _ in found]
         seconds = statistics.median(taken for _, taken in found)
         rows.append(
             {

@@ -9,10 +9,9 @@ Contenders, on the same two 16-candidate kernels in the same run, in turns:
 - naive: the loop that most projects write, "1 warm-up, mean of 3", one candidate after the other;
 - tune-jax: the published tuner, if it is installed (`pip install tune-jax`).
 
-The truth is measured between the repeats, because neighbours on a shared machine change which
-config is best: all candidates compiled once, many interleaved rounds, mean of the fastest two
-thirds. Regret is how much slower a contender's pick is than the true best. Every candidate's output
-is checked against the reference first.
+The truth (`truth.py`) is measured between the repeats, because neighbours on a shared machine
+change which config is best. Regret is how much slower a contender's pick is than the true best; a
+little less than zero is noise. Every candidate's output is checked against the reference first.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from truth import Truth
 
-from ejkernel.ops.tuner.clock import typical
 from ejkernel.ops.tuner.tuner import Tuner
 from ejkernel.ops.tuner.work import Work
 
@@ -154,33 +153,16 @@ def tune_jax(
     return Blocks(**tuned.optimal_hyperparams)
 
 
-class Truth:
-    """Careful times of all candidates, which are first seen to agree."""
-
-    def __init__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], configs: list[Any]
-    ) -> None:
-        self._programs = {
-            cfg: jax.jit(lambda *args, cfg=cfg: function(*args, cfg)).lower(*args).compile()
-            for cfg in configs
-        }
-        self._args = args
-        self._samples: dict[Any, list[float]] = {cfg: [] for cfg in configs}
-        reference = np.asarray(self._programs[configs[0]](*args))
-        for program in self._programs.values():
-            np.testing.assert_allclose(np.asarray(program(*args)), reference, rtol=1e-3, atol=1e-3)
-
-    def measure(self, rounds: int) -> None:
-        order = list(self._programs)
-        for _ in range(rounds):
-            random.shuffle(order)
-            for cfg in order:
-                start = time.perf_counter()
-                jax.block_until_ready(self._programs[cfg](*self._args))
-                self._samples[cfg].append(time.perf_counter() - start)
-
-    def times(self) -> dict[Any, float]:
-        return {cfg: typical(taken) for cfg, taken in self._samples.items()}
+def truth_of(function: Callable[..., Any], args: tuple[Any, ...], configs: list[Any]) -> Truth:
+    """To measure all candidates carefully, once they are seen to agree."""
+    calls = {}
+    for cfg in configs:
+        program = jax.jit(lambda *args, cfg=cfg: function(*args, cfg)).lower(*args).compile()
+        calls[cfg] = lambda program=program: program(*args)
+    reference = np.asarray(calls[configs[0]]())
+    for call in calls.values():
+        np.testing.assert_allclose(np.asarray(call()), reference, rtol=1e-3, atol=1e-3)
+    return Truth(calls)
 
 
 def main() -> None:
@@ -197,7 +179,7 @@ def main() -> None:
     for name, (function, args, configs) in cases().items():
         picks: dict[str, list[Any]] = {c: [] for c in contenders}
         seconds: dict[str, list[float]] = {c: [] for c in contenders}
-        truth = Truth(function, args, configs)
+        truth = truth_of(function, args, configs)
         for repeat in range(options.repeats):
             order = list(contenders)
             random.Random(repeat).shuffle(order)  # so that leftovers hit nobody in particular
@@ -210,10 +192,8 @@ def main() -> None:
                 picks[contender].append(tune(function, args, configs, repeat))
                 seconds[contender].append(time.perf_counter() - start)
             truth.measure(math.ceil(options.rounds / options.repeats))
-        times = truth.times()
-        best = min(times.values())
         for contender in contenders:
-            regrets = [times[cfg] / best - 1 for cfg in picks[contender]]
+            regrets = [truth.beside_the_best(cfg) - 1 for cfg in picks[contender]]
             rows.append(
                 {
                     "case": name,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pathlib
+import random
+import statistics
 import sys
 
 import jax
@@ -20,6 +22,8 @@ from benchmarks.side_by_side import (
     race,
     ratios,
 )
+
+from benchmarks.truth import Truth
 
 X = jnp.ones((4, 8))
 
@@ -73,3 +77,42 @@ def test_rounds_are_interleaved_and_compared_by_round():
     assert all(set(order[i : i + 2]) == {"ours", "peer"} for i in range(0, len(order), 2))
     [ratio] = ratios({"ours": Times((1.0, 2.0, 4.0)), "peer": Times((2.0, 4.0, 4.0))}, {"peer": 1})
     assert (ratio.best, ratio.median) == (0.5, 0.5)
+
+
+class NoisyWatch:
+    """Samples the seconds that its call gives, with noise."""
+
+    def __init__(self, call):
+        self._call = call
+
+    def warm_up(self, times):
+        pass
+
+    def sample(self):
+        return self._call()
+
+
+def noisy_truth(seconds, seed):
+    noise = random.Random(seed)
+    calls = {
+        name: lambda mean=mean: mean * (1 + noise.expovariate(2)) for name, mean in seconds.items()
+    }
+    truth = Truth(calls, NoisyWatch)
+    truth.measure(60)
+    return truth
+
+
+def test_among_equals_nobody_seems_slower_than_the_best():
+    """Beside the smallest of thirty noisy times, each of thirty equals would look slower."""
+    found = []
+    for seed in range(20):
+        truth = noisy_truth(dict.fromkeys(range(30), 1.0), seed)
+        found += [truth.beside_the_best(name) for name in range(30)]
+    assert statistics.fmean(found) == pytest.approx(1.0, abs=0.01)
+
+
+def test_what_is_slower_than_the_best_is_seen_to_be():
+    truths = [noisy_truth({"best": 1.0, "slow": 1.5, "slower": 2.0}, seed) for seed in range(20)]
+    for name, expected in (("best", 1.0), ("slow", 1.5), ("slower", 2.0)):
+        mean = statistics.fmean(truth.beside_the_best(name) for truth in truths)
+        assert mean == pytest.approx(expected, rel=0.05)

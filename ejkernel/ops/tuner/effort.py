@@ -51,9 +51,9 @@ DOUBT = 0.01  # a race whose leader may be slower than another by more than this
 EFFORTS: dict[str, Effort] = {
     effort.name: effort
     for effort in (
-        Effort("quick", 2, 12, 0.06, 0.03, 3, 0.10, 24),
-        Effort("standard", 3, 40, 0.10, 0.01, 5, 0.20, 64),
-        Effort("full", 5, 100, 10.0, 0.005, 8, 1.0, 100_000),
+        Effort("quick", 2, 12, 0.06, 0.03, 4, 0.10, 24),
+        Effort("standard", 3, 40, 0.10, 0.01, 8, 0.20, 64),
+        Effort("full", 5, 100, 10.0, 0.005, 12, 1.0, 100_000),
     )
 }
 

@@ -229,12 +229,14 @@ class Run:
             self._race(best, effort.rounds)
 
     def _evaluate(self, configs: list[Any]) -> None:
-        """A first impression of some candidates, in the machine's speed of the favourite's time."""
+        """A first impression of some candidates, in turns: a slow moment meets all of them."""
         before = set(self.handles)
         self._build(configs)
-        for key in [key for key in self.handles if key not in before]:
-            with contextlib.suppress(Withdrawn):
-                self.samples[key] = [self._sample(key) for _ in range(self.tuner.iters)]
+        new = [key for key in self.handles if key not in before]
+        for _ in range(self.tuner.iters):
+            for key in [key for key in new if not self._is_refused(key)]:
+                with contextlib.suppress(Withdrawn):
+                    self.samples[key].append(self._sample(key))
 
     def _is_refused(self, key: str) -> bool:
         return key in self.builder.refused

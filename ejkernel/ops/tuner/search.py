@@ -18,9 +18,10 @@ from functools import cached_property
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from . import surrogate
+from .surrogate import Floats
+
 History = Mapping[int, float | None]
 
 BATCH = 2  # proposed at a time: more would be compiled at once, fewer are chosen knowing more
@@ -135,30 +136,29 @@ class Random:
 
 @dataclasses.dataclass(frozen=True)
 class ModelGuided:
-    """Learns from what was evaluated: a forest of trees predicts the rest, the best go next.
+    """Learns from what was evaluated: a model (`surrogate.py`) predicts the rest, the best go next.
 
-    The first few are spread over the space, corners first, for a forest cannot see beyond what it
-    was shown. Then half of every proposal is what the forest thinks fastest, with a bonus for what
-    it is unsure of; the other half are neighbours of the best so far, which need no trust in it.
+    The first few are spread over the space, corners first, for a model knows little of what lies
+    beyond what it was shown. Then half of every proposal is what the model thinks fastest, with a
+    bonus for what it is unsure of; the other half are neighbours of the best so far, which need no
+    trust in it.
 
     Needs scikit-learn: `pip install 'ejkernel[search]'`.
 
     Args:
-      seed: of the spread and of the forest.
-      first: how many are spread before the forest is asked.
-      trees: how many trees; more of them change little but the time a proposal takes.
+      seed: of the spread and of the model.
+      first: how many are spread before the model is asked.
     """
 
     seed: int = 0
-    first: int = 8
-    trees: int = 30
+    first: int = 6
     name: ClassVar[str] = "model"
 
     def propose(self, candidates: Candidates, history: History, count: int) -> list[int]:
         left = _left(candidates, history)
         if not left or count < 1:
             return []
-        tree = _tree_class()  # before anything is measured: an error should not come late
+        surrogate.check_installed()  # before anything is measured: an error should not come late
         spread = self._spread(candidates, history, min(count, self.first - len(history)))
         rest = [index for index in left if index not in spread]
         if len(spread) == count or not rest:
@@ -167,7 +167,7 @@ class ModelGuided:
         if nothing_measured or not candidates.features.size:
             proposed = Random(self.seed).propose(candidates, history, len(candidates))
             return [*spread, *(i for i in proposed if i not in spread)][:count]
-        expected = self._expected(tree, candidates, history, rest)
+        expected = self._expected(candidates, history, rest)
         by_model = sorted(rest, key=expected.__getitem__)
         near = sorted(_near_the_best(candidates, history) & set(rest), key=expected.__getitem__)
         # Single proposals take turns, hence the parity.
@@ -197,27 +197,17 @@ class ModelGuided:
         return chosen
 
     def _expected(
-        self, tree: Any, candidates: Candidates, history: History, wanted: list[int]
+        self, candidates: Candidates, history: History, wanted: list[int]
     ) -> dict[int, float]:
-        """An optimistic guess of the logarithm of the time of each candidate."""
-        import sklearn  # type: ignore[import-untyped]
-
+        """An optimistic guess of the logarithm of the time of each wanted candidate."""
         known = sorted(history)
         slowest = max(seconds for seconds in history.values() if seconds is not None)
-        # A failure counts as twice the slowest: the forest avoids what looks like it.
+        # A failure counts as twice the slowest: the model avoids what looks like it.
         seconds = [2 * slowest if (value := history[i]) is None else value for i in known]
-        table = _with_pairs(candidates.features).astype(np.float32)
-        luck = np.random.RandomState(_seed_of(self.seed, len(history)))
-        # Single trees: the forest class spends three quarters of its time on making them. What
-        # they are given is right by construction, so they need not check it.
-        trees = [tree(max_features=1.0, random_state=luck) for _ in range(self.trees)]
-        with sklearn.config_context(skip_parameter_validation=True):
-            for one in trees:
-                one.fit(table[known], np.log(seconds), check_input=False)
-        # A forest's own uncertainty is how much its trees disagree.
-        each = np.array([one.predict(table[wanted], check_input=False) for one in trees])
-        optimistic = each.mean(axis=0) - each.std(axis=0)
-        return dict(zip(wanted, optimistic.tolist(), strict=True))
+        guesses = surrogate.optimistic(
+            candidates.features, known, np.log(seconds), wanted, seed=(self.seed, len(history))
+        )
+        return dict(zip(wanted, guesses.tolist(), strict=True))
 
 
 STRATEGIES: dict[str, Callable[[int], Strategy]] = {
@@ -259,37 +249,11 @@ def _left(candidates: Candidates, history: History) -> list[int]:
     return [index for index in range(len(candidates)) if index not in history]
 
 
-def _tree_class() -> Any:
-    try:
-        from sklearn.tree import ExtraTreeRegressor  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise ImportError(
-            "the search strategy 'model' needs scikit-learn: pip install 'ejkernel[search]', or "
-            "use the strategy 'random'"
-        ) from error
-    return ExtraTreeRegressor
-
-
 def _near_the_best(candidates: Candidates, history: History) -> set[int]:
     """The neighbours of the three fastest so far: with noise, the fastest may not be the best."""
     times = {index: seconds for index, seconds in history.items() if seconds is not None}
     fastest = sorted(times, key=lambda index: (times[index], index))[:3]
     return {near for index in fastest for near in candidates.neighbours[index]}
-
-
-def _with_pairs(features: Floats) -> Floats:
-    """Sums and differences of sizes too: logarithms of areas and of aspect ratios.
-
-    A tree splits one column at a time, and it is areas that fill a cache.
-    """
-    sizes = [column for column in features.T if len(np.unique(column)) > 2]
-    pairs = list(itertools.combinations(sizes, 2))
-    more = [a + b for a, b in pairs] + [a - b for a, b in pairs]
-    return np.column_stack([features, *more])
-
-
-def _seed_of(*numbers: int) -> int:
-    return int(np.random.default_rng(numbers).integers(2**31))
 
 
 def _flattened(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
