@@ -22,7 +22,6 @@ from benchmarks.side_by_side import (
     race,
     ratios,
 )
-
 from benchmarks.truth import Truth
 
 X = jnp.ones((4, 8))

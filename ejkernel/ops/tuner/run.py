@@ -229,11 +229,18 @@ class Run:
             self._race(best, effort.rounds)
 
     def _evaluate(self, configs: list[Any]) -> None:
-        """A first impression of some candidates, in turns: a slow moment meets all of them."""
-        before = set(self.handles)
+        """A first impression of some candidates, in turns: a slow moment meets all of them.
+
+        Beside compiling, more samples of a short program cost nothing, and they outlast the moment.
+        """
+        effort, before, start = self.tuner.effort, set(self.handles), time.monotonic()
         self._build(configs)
+        built = time.monotonic()
+        until = built + effort.share_of_build * (built - start)
         new = [key for key in self.handles if key not in before]
-        for _ in range(self.tuner.iters):
+        for done in range(max(effort.rounds, self.tuner.iters)):
+            if done >= self.tuner.iters and time.monotonic() >= until:
+                break
             for key in [key for key in new if not self._is_refused(key)]:
                 with contextlib.suppress(Withdrawn):
                     self.samples[key].append(self._sample(key))
