@@ -16,6 +16,15 @@ _THREADED_TILE = 512 * 256
 _CACHED_TILE = 12 * _THREADED_TILE
 
 
+# Where nothing is skipped, one head at a time is best, in tiles so large that threads seldom wait
+# for each other: so many scores in a tile of the forward and of the backward pass.
+_FORWARD_TILE = 2**20
+_BACKWARD_TILE = 2**19
+_LONGEST_SIDE = 2048
+_LEAST_SIDE = 128  # of the backward pass; with fewer rows, all heads at once are faster
+_LEAST_HEAD = 512 * 512  # scores of a head; with no more, all heads at once are faster
+
+
 # Where a few queries meet all keys at once, keys and values are what is read: so many bytes of them
 # are brought into tile layout without leaving the caches; beyond the second figure, not all heads.
 _CACHED_KEYS = 2**23
@@ -43,8 +52,11 @@ def default_blocks(
 
     From interleaved timings (8 heads, lengths 64 to 4096, dimensions 32 to 128, two Zen 3 cores):
 
-    * The smallest tile that uses all cores wins: larger ones leave the caches and, if causal, reach
-      further beyond the diagonal; 1024 x 512 was 1.1 to 2 times slower, 256 x 256 up to 1.7 times.
+    * Where nothing is skipped, large tiles of one head took 0.8 to 0.95 of the time of the smallest
+      tiles of all heads that use all cores (17 shapes, heads of more than 512 x 512 scores).
+    * Else the smallest tile that uses all cores wins: larger ones leave the caches and, if causal,
+      reach further beyond the diagonal; 1024 x 512 was 1.1 to 2 times slower, 256 x 256 up to 1.7
+      times.
     * The forward pass prefers long query blocks, because each one reads all keys. In the backward
       pass the roles are exchanged.
     * If even the whole matrix is too small for threads, one tile is best.
@@ -61,6 +73,14 @@ def default_blocks(
     """
     (batch, q_len, q_heads, _), (_, k_len, kv_heads, head_dim) = q_shape, k_shape
     group = q_heads // kv_heads  # the heads that share keys are rows of the same tile
+    skips = causal or window is not None or by_example
+    if not skips and group * q_len * k_len > _LEAST_HEAD:
+        if not backward:
+            block_q = _equal(q_len, _LONGEST_SIDE // group)
+            return Blocks(block_q, _nearest(k_len, _FORWARD_TILE / (block_q * group)), heads=1)
+        if min(group * q_len, k_len) >= _LEAST_SIDE:
+            block_k = _equal(k_len, _LONGEST_SIDE)
+            return Blocks(_nearest(q_len, _BACKWARD_TILE / (block_k * group)), block_k, heads=1)
     left, right = window or (None, None)
     width = left + right if left is not None and right is not None else _THREADED_TILE
     corner = causal and not backward and 128 * 128 < q_len * k_len <= 512 * 512
@@ -93,13 +113,26 @@ def candidate_blocks(
     """Blocks worth racing, each program once: a longer block than the sequence is the sequence."""
     (batch, q_len, _, _), (_, k_len, kv_heads, _) = q_shape, k_shape
     sides = _BACKWARD_SIDES if backward else _FORWARD_SIDES
+    of_one_head = _BACKWARD_SIDES_OF_ONE_HEAD if backward else _FORWARD_SIDES_OF_ONE_HEAD
     heads = dict.fromkeys((batch * kv_heads, kv_heads, 1))
-    found = (Blocks(min(q, q_len), min(k, k_len), h) for q, k in sides for h in heads)
-    return list(dict.fromkeys(found))
+    found = [(q, k, h) for q, k in sides for h in heads] + [(q, k, 1) for q, k in of_one_head]
+    return list(dict.fromkeys(Blocks(min(q, q_len), min(k, k_len), h) for q, k, h in found))
 
 
 _FORWARD_SIDES = ((64, 64), (128, 128), (256, 256), (512, 256))
+_FORWARD_SIDES_OF_ONE_HEAD = ((1024, 1024), (2048, 512))
 _BACKWARD_SIDES = ((128, 128), (256, 256), (256, 512), (512, 512))
+_BACKWARD_SIDES_OF_ONE_HEAD = ((512, 1024), (256, 2048))
+
+
+def _equal(length: int, most: int) -> int:
+    """The size of equal blocks of at most so many, as in Tiling."""
+    return ceil_div(length, ceil_div(length, max(1, most)))
+
+
+def _nearest(length: int, wanted: float) -> int:
+    """The size of equal blocks that comes nearest to the wanted one."""
+    return ceil_div(length, max(1, round(length / wanted)))
 
 
 def _long_and_short_block(
@@ -109,8 +142,7 @@ def _long_and_short_block(
 
     A query is as many rows of a tile as there are heads that share its keys.
     """
-    most = max(1, 512 // long_rows)
-    long_block = ceil_div(long_len, ceil_div(long_len, most))  # equal blocks, as in Tiling
+    long_block = _equal(long_len, 512 // long_rows)
     needed = ceil_div(_THREADED_TILE, long_block * long_rows * short_rows)
     # Rounding the number of blocks down rounds the size of equal blocks up.
     return long_block, ceil_div(short_len, max(1, short_len // needed))
