@@ -19,7 +19,7 @@ Floats = npt.NDArray[np.float64]
 
 # By replay of the recorded tables, 40 searches of 24 evaluations each, chosen / best: the process
 # 1.06, 1.07 and 1.03, the forest 1.08, 1.11 and 1.05; half of each was no better than the forest.
-MOST_FOR_A_PROCESS = 96  # its time grows with the third power; a forest of so many is as good
+MOST_FOR_A_PROCESS = 64  # its time grows with the third power; a forest of so many is as good
 _OPTIMISM = {"process": 1.5, "forest": 1.0}  # standard deviations
 _TREES = 30  # more of them change little but the time they take
 
@@ -69,12 +69,14 @@ def _by_process(
         Matern,
         WhiteKernel,
     )
+    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
     table = (features - features.mean(axis=0)) / features.std(axis=0)
     smooth = Matern(np.ones(table.shape[1]), (0.2, 10.0), nu=2.5)
     kernel = ConstantKernel(1.0, (0.05, 20.0)) * smooth + WhiteKernel(0.01, (1e-4, 0.1))
     model = GaussianProcessRegressor(kernel, normalize_y=True)
-    with warnings.catch_warnings():
+    # One thread: matrices are small, and threads that spin on would disturb what is timed next.
+    with warnings.catch_warnings(), threadpool_limits(1, user_api="blas"):
         # A length at the end of its range says that a dimension hardly matters: welcome, not wrong.
         warnings.simplefilter("ignore", ConvergenceWarning)
         model.fit(table[list(known)], values)
