@@ -52,8 +52,8 @@ def default_blocks(
 
     From interleaved timings (8 heads, lengths 64 to 4096, dimensions 32 to 128, two Zen 3 cores):
 
-    * Where nothing is skipped, large tiles of one head took 0.8 to 0.95 of the time of the smallest
-      tiles of all heads that use all cores (17 shapes, heads of more than 512 x 512 scores).
+    * Where nothing is skipped, large tiles of one head took 0.76 to 1.03 of the time of the
+      smallest tiles of all heads that use all cores (17 shapes of more than 512 x 512 scores).
     * Else the smallest tile that uses all cores wins: larger ones leave the caches and, if causal,
       reach further beyond the diagonal; 1024 x 512 was 1.1 to 2 times slower, 256 x 256 up to 1.7
       times.
