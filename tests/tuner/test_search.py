@@ -293,3 +293,20 @@ def test_the_model_beats_chance_on_recorded_spaces():
     model, chance = mean_ratio("model"), mean_ratio("random")
     assert model <= 1.15
     assert model - 1 < (chance - 1) / 2
+
+
+@needs_model
+@pytest.mark.parametrize("evaluated", [40, 200], ids=["few", "many"])
+def test_both_models_see_where_the_unknown_is_fast(evaluated):
+    """A Gaussian process learns from few, a forest from many."""
+    configs = [(2**a, 2**b) for a in range(20) for b in range(20)]
+    candidates = Candidates(configs)
+    seconds = [1 + (math.log2(a) - 14) ** 2 + (math.log2(b) - 3) ** 2 for a, b in configs]
+    far = [i for i, (a, b) in enumerate(configs) if abs(math.log2(a) - 14) > 1]
+    known = np.random.default_rng(0).permutation(far)[:evaluated]
+    history = {0: seconds[0]} | {int(index): seconds[index] for index in known}
+    model = ModelGuided(seed=1)
+    proposed = model.propose(candidates, history, 4)
+    assert proposed == model.propose(candidates, history, 4)
+    unknown = sorted(seconds[i] for i in range(len(configs)) if i not in history)
+    assert min(seconds[i] for i in proposed) <= unknown[len(unknown) // 20]
