@@ -98,13 +98,13 @@ class Run:
     # --- all of them -----------------------------------------------------------------------------
 
     def _race_all(self, configs: list[Any]) -> None:
-        start = time.monotonic()
-        self._build(configs)
-        self._racing_seconds = self.tuner.effort.share_of_build * (time.monotonic() - start)
+        self._racing_seconds = self.tuner.effort.share_of_build * self._build(configs)
         if self.handles:
             self._race(list(self.handles), self.tuner.effort.rounds)
 
-    def _build(self, configs: Sequence[Any]) -> None:
+    def _build(self, configs: Sequence[Any]) -> float:
+        """Have handles of the usable ones; how many seconds that took."""
+        start = time.monotonic()
         self.progress.building(len(configs))
         for cfg, handle in self.builder.build(configs):
             key = stable_json(cfg)
@@ -120,6 +120,7 @@ class Run:
             self.budget.spend()
             if self.budget.exhausted:
                 break
+        return time.monotonic() - start
 
     def _trust_the_favourite(self, handle: Any) -> None:
         try:
@@ -233,10 +234,9 @@ class Run:
 
         Beside compiling, more samples of a short program cost nothing, and they outlast the moment.
         """
-        effort, before, start = self.tuner.effort, set(self.handles), time.monotonic()
-        self._build(configs)
-        built = time.monotonic()
-        until = built + effort.share_of_build * (built - start)
+        effort, before = self.tuner.effort, set(self.handles)
+        building = self._build(configs)
+        until = time.monotonic() + effort.share_of_build * building
         new = [key for key in self.handles if key not in before]
         for done in range(max(effort.rounds, self.tuner.iters)):
             if done >= self.tuner.iters and time.monotonic() >= until:

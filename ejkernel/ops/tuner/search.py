@@ -180,8 +180,7 @@ class ModelGuided:
         """Each as far as can be from all before it; the heuristic's choice comes first."""
         if 0 not in history and count <= 0:
             count = 1
-        features = candidates.features - candidates.features.mean(axis=0)
-        features /= features.std(axis=0)  # no column is constant
+        features = surrogate.standardised(candidates.features)
         # Of several far ones the seed decides.
         luck = np.random.default_rng(self.seed).uniform(0.75, 1.25, len(candidates))
         chosen: list[int] = []

@@ -6,7 +6,6 @@ expects, less a share of how unsure it is. Both models are scikit-learn's.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import warnings
 from collections.abc import Sequence
@@ -25,12 +24,21 @@ _TREES = 30  # more of them change little but the time they take
 
 
 def check_installed() -> None:
-    """Raise, with what to do about it, if scikit-learn is missing."""
-    if importlib.util.find_spec("sklearn") is None:
+    """Raise, with what to do about it, if scikit-learn is missing or cannot be imported."""
+    try:
+        import sklearn.gaussian_process  # type: ignore[import-untyped]
+        import sklearn.tree  # type: ignore[import-untyped]  # noqa: F401
+    except ImportError as error:
         raise ImportError(
             "the search strategy 'model' needs scikit-learn: pip install 'ejkernel[search]', or "
             "use the strategy 'random'"
-        )
+        ) from error
+
+
+def standardised(features: Floats) -> Floats:
+    """A table whose columns, none of them constant, all have mean 0 and deviation 1."""
+    standard: Floats = (features - features.mean(axis=0)) / features.std(axis=0)
+    return standard
 
 
 def optimistic(
@@ -61,9 +69,7 @@ def _by_process(
 ) -> tuple[Floats, Floats]:
     """A Gaussian process: what is near in the space is near in time, by a length per dimension."""
     from sklearn.exceptions import ConvergenceWarning  # type: ignore[import-untyped]
-    from sklearn.gaussian_process import (  # type: ignore[import-untyped]
-        GaussianProcessRegressor,
-    )
+    from sklearn.gaussian_process import GaussianProcessRegressor
     from sklearn.gaussian_process.kernels import (  # type: ignore[import-untyped]
         ConstantKernel,
         Matern,
@@ -71,7 +77,7 @@ def _by_process(
     )
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
-    table = (features - features.mean(axis=0)) / features.std(axis=0)
+    table = standardised(features)
     smooth = Matern(np.ones(table.shape[1]), (0.2, 10.0), nu=2.5)
     kernel = ConstantKernel(1.0, (0.05, 20.0)) * smooth + WhiteKernel(0.01, (1e-4, 0.1))
     model = GaussianProcessRegressor(kernel, normalize_y=True)
@@ -80,7 +86,7 @@ def _by_process(
         # A length at the end of its range says that a dimension hardly matters: welcome, not wrong.
         warnings.simplefilter("ignore", ConvergenceWarning)
         model.fit(table[list(known)], values)
-    mean, deviation = model.predict(table[list(wanted)], return_std=True)
+        mean, deviation = model.predict(table[list(wanted)], return_std=True)
     return mean, deviation
 
 
@@ -92,8 +98,8 @@ def _by_forest(
     seed: tuple[int, ...],
 ) -> tuple[Floats, Floats]:
     """A forest of random trees; how unsure it is, is how much they disagree."""
-    import sklearn  # type: ignore[import-untyped]
-    from sklearn.tree import ExtraTreeRegressor  # type: ignore[import-untyped]
+    import sklearn
+    from sklearn.tree import ExtraTreeRegressor
 
     table = _with_pairs(features).astype(np.float32)
     luck = np.random.RandomState(int(np.random.default_rng(seed).integers(2**31)))
