@@ -49,6 +49,10 @@ def run_xla(*args, **options):
     return xla.forward(*args, pages_per_step=3, **options)
 
 
+def run_xla_at_once(*args, **options):
+    return xla.forward(*args, pages_per_step=100, **options)
+
+
 def run_pallas(*args, **options):
     return pallas_tpu.forward(*args, pages_per_step=2, interpret=True, **options)
 
@@ -63,7 +67,7 @@ def softly(function):
 
 
 @pytest.mark.parametrize(("shape", "options"), CASES, ids=["plain", "options", "tokens"])
-@pytest.mark.parametrize("run", [run_xla, run_pallas, run_triton])
+@pytest.mark.parametrize("run", [run_xla, run_xla_at_once, run_pallas, run_triton])
 def test_every_implementation_equals_the_definition(run, shape, options):
     args, sinks = inputs(*shape)
     options = {"softmax_scale": 0.4, **options}
@@ -73,6 +77,19 @@ def test_every_implementation_equals_the_definition(run, shape, options):
     out = softly(lambda *a: run(*a, **options))(*args)
     np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
     assert not np.asarray(out[1]).any()  # a sequence of length 0
+
+
+@pytest.mark.parametrize("run", [run_xla, run_xla_at_once])
+def test_what_is_not_a_sequences_own_does_not_reach_it(run):
+    (q, k_pages, v_pages, table, lengths), _ = inputs(*ODD)
+    foreign = table[2, -1]
+    table = jnp.where(table == foreign, (foreign + 1) % k_pages.shape[0], table)
+    lengths = lengths.at[2].set(3)  # in the first page; the others of its line are not used
+    args = (q, k_pages, v_pages, table, lengths)
+    expected = run(*args, softmax_scale=0.4)[2]
+    broken = v_pages.at[foreign].set(jnp.nan)
+    args = (q, k_pages, broken, table.at[2, 1:].set(foreign), lengths)
+    np.testing.assert_array_equal(run(*args, softmax_scale=0.4)[2], expected)
 
 
 def test_the_definition_is_attention_over_the_tokens_that_the_pages_hold():

@@ -24,7 +24,8 @@ class PagedAttentionConfig:
     """How much is done at a time; a field that an implementation has no use for is ignored.
 
     Attributes:
-        pages_per_step: XLA and TPU: pages that a step of the loop, or of the grid, works on.
+        pages_per_step: XLA and TPU: pages that a step of the loop, or of the grid, works on; on XLA
+            there is no loop, and all sequences are worked on together, if that is all pages.
         block_k: GPU: keys that a program loads at a time.
         num_key_splits: GPU: programs that share the keys of a sequence.
         num_warps: GPU: warps that share a program.
@@ -151,7 +152,10 @@ class PagedAttention(Kernel[PagedAttentionConfig, jax.Array]):
 
     def candidate_cfgs(self, inv: Invocation[Any, Any]) -> list[PagedAttentionConfig]:
         per_sequence = inv.args[3].shape[1]
-        return [PagedAttentionConfig(pages_per_step=n) for n in (1, 2, 4, 8) if n <= per_sequence]
+        steps = [n for n in (1, 2, 4, 8) if n < per_sequence]
+        # All pages of all sequences are worth trying only where few of them may be unused.
+        all_of_them = [per_sequence] if per_sequence <= 64 else []
+        return [PagedAttentionConfig(pages_per_step=n) for n in (*steps, *all_of_them)]
 
     def run_xla(self, *args: jax.Array, cfg: PagedAttentionConfig, **options: Any) -> jax.Array:
         return xla.forward(*args, pages_per_step=cfg.pages_per_step, **options)

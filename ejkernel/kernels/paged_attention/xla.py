@@ -4,12 +4,13 @@ Gathering a sequence's pages first, as the plain formulation does, writes and re
 once more, used or not. Here an outer loop walks over the sequences and an inner one over the pages
 that each one has, with an online softmax. A step of one page slices it out of the cache, and XLA's
 product reads the slice in place. A step of several gathers them first, which pays off where pages
-are small: `default_pages_per_step`.
+are small; and where the whole cache is small, one step that gathers everything is fastest:
+`default_pages_per_step`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,8 @@ from ..slicing import take_in_dim, take_rows
 # exponential is exactly zero even in a row that has seen no key yet.
 _HIDDEN_SCORE = -1e30
 _LOWEST_MAXIMUM = -0.5e30
+
+_GATHERED_AT_ONCE = 2**20  # bytes of keys, in float32
 
 
 def forward(
@@ -36,7 +39,10 @@ def forward(
     sinks: jax.Array | None = None,
     pages_per_step: int = 1,
 ) -> jax.Array:
-    """What `paged_attention_reference` gives; `pages_per_step` pages are worked on at a time."""
+    """What `paged_attention_reference` gives; `pages_per_step` pages are worked on at a time.
+
+    If those are all that a sequence may have, all sequences are worked on together.
+    """
     batch, tokens, heads, head_dim = q.shape
     pages, page_size, kv_heads, _ = k_pages.shape
     value_dim = v_pages.shape[3]
@@ -50,42 +56,63 @@ def forward(
     # The queries of a key head are rows of one product: row r is token r // group.
     rows = q.reshape(batch, tokens, kv_heads, group, head_dim).swapaxes(1, 2)
     rows = rows.reshape(batch, kv_heads, tokens * group, head_dim)
+    rows = softmax_scale * rows.astype(jnp.float32)
     token = jnp.arange(tokens * group) // group
     sink = None if sinks is None else _sink_rows(sinks, kv_heads, tokens)
 
-    def attend(sequence: jax.Array) -> jax.Array:
-        length = lengths[sequence]
-        position = (length - tokens + token)[:, None]
-        q_rows = softmax_scale * rows[sequence].astype(jnp.float32)
+    def gathered(cache: jax.Array, numbers: jax.Array) -> jax.Array:
+        return take_rows(cache, numbers).reshape(keys, *cache.shape[2:]).astype(jnp.float32)
 
-        def tile(cache: jax.Array, j: jax.Array) -> jax.Array:
-            if step == 1:
-                found = take_in_dim(cache, table[sequence, j], 1)
-            else:
-                found = take_rows(cache, lax.dynamic_slice_in_dim(table[sequence], j * step, step))
+    def gathered_values(numbers: jax.Array, first: Any, length: jax.Array) -> jax.Array:
+        """Zeros from the end of the sequence on: there may be pages of others, and NaN in them."""
+        own = first + jnp.arange(keys) < length
+        return jnp.where(own[:, None, None], gathered(v_pages, numbers), 0.0)
+
+    def scores(q_rows: jax.Array, k_tile: jax.Array, first: Any, length: jax.Array) -> jax.Array:
+        """Of the keys from position `first` on; a finite number where a key is not seen."""
+        found = jnp.einsum("hrd,khd->hrk", q_rows, k_tile)
+        if logits_soft_cap is not None:
+            found = logits_soft_cap * jnp.tanh(found / logits_soft_cap)
+        key = first + jnp.arange(keys)
+        position = (length - tokens + token)[:, None]
+        visible = key <= position
+        if window is not None:
+            visible &= key >= position - window
+        return jnp.where(visible, found, _HIDDEN_SCORE)
+
+    def attend_at_once(q_rows: jax.Array, numbers: jax.Array, length: jax.Array) -> jax.Array:
+        found = scores(q_rows, gathered(k_pages, numbers), 0, length)
+        start = _Softmax.start(q_rows, value_dim)
+        return start.add(found, gathered_values(numbers, 0, length)).finish(sink)
+
+    def attend(sequence: jax.Array) -> jax.Array:
+        length, q_rows = lengths[sequence], rows[sequence]
+
+        def page(cache: jax.Array, j: jax.Array) -> jax.Array:
+            found = take_in_dim(cache, table[sequence, j], 1)
             return found.reshape(keys, *cache.shape[2:]).astype(jnp.float32)
 
         def add_pages(j: jax.Array, softmax: _Softmax) -> _Softmax:
-            scores = jnp.einsum("hrd,khd->hrk", q_rows, tile(k_pages, j))
-            if logits_soft_cap is not None:
-                scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
-            key = j * keys + jnp.arange(keys)
-            visible = key <= position
-            if window is not None:
-                visible &= key >= position - window
-            return softmax.add(jnp.where(visible, scores, _HIDDEN_SCORE), tile(v_pages, j))
+            if step == 1:
+                k_tile, v_tile = page(k_pages, j), page(v_pages, j)
+            else:
+                numbers = lax.dynamic_slice_in_dim(table[sequence], j * step, step)
+                k_tile = gathered(k_pages, numbers)
+                v_tile = gathered_values(numbers, j * keys, length)
+            return softmax.add(scores(q_rows, k_tile, j * keys, length), v_tile)
 
         first = 0 if window is None else jnp.maximum(length - tokens - window, 0) // keys
         end = (length + keys - 1) // keys
-        zeros = jnp.zeros_like(q_rows[..., :1])
-        start = _Softmax(
-            zeros + _LOWEST_MAXIMUM, zeros, jnp.broadcast_to(zeros, (*zeros.shape[:2], value_dim))
-        )
+        start = _Softmax.start(q_rows, value_dim)
         met: _Softmax = lax.fori_loop(first, end, add_pages, start)
         return met.finish(sink)
 
-    out: jax.Array = lax.map(attend, jnp.arange(batch, dtype=jnp.int32)).astype(q.dtype)
-    out = out.reshape(batch, kv_heads, tokens, group, value_dim).swapaxes(1, 2)
+    out: jax.Array
+    if table.shape[1] == step:
+        out = jax.vmap(attend_at_once)(rows, table, lengths)
+    else:
+        out = lax.map(attend, jnp.arange(batch, dtype=jnp.int32))
+    out = out.astype(q.dtype).reshape(batch, kv_heads, tokens, group, value_dim).swapaxes(1, 2)
     return out.reshape(batch, tokens, heads, value_dim)
 
 
@@ -97,12 +124,17 @@ def default_pages_per_step(
     From interleaved timings (two Zen 3 cores), beside one page at a time: four pages with 8 KiB of
     keys took 0.7 to 0.97 of the time, eight of 4 KiB 0.75 to 1.0, but two of 16 KiB up to 1.5 and
     four of 64 KiB 1.4. Where a key head has a single query, two pages of 64 keys took 0.65 to 0.75.
+    All such small pages of all sequences at once took 0.82 and 0.93 of the time of a few at a time
+    with 0.5 and 1 MiB of keys; 1.7 with 2 MiB of which sequences used a half.
     """
-    _, tokens, heads, _ = q_shape
+    batch, tokens, heads, _ = q_shape
     _, page_size, kv_heads, head_dim = pages_shape
     if tokens * heads == kv_heads and page_size >= 64:
         return min(2, per_sequence)
-    small = 2**15 // max(1, 4 * page_size * kv_heads * head_dim)
+    page_bytes = max(1, 4 * page_size * kv_heads * head_dim)
+    small = 2**15 // page_bytes
+    if small >= 4 and batch * per_sequence * page_bytes <= _GATHERED_AT_ONCE:
+        return per_sequence
     return min(small, 8, per_sequence) if small >= 4 else 1
 
 
@@ -117,6 +149,13 @@ class _Softmax(NamedTuple):
     largest: jax.Array  # (kv_heads, rows, 1)
     total: jax.Array  # (kv_heads, rows, 1)
     weighted: jax.Array  # (kv_heads, rows, value_dim)
+
+    @staticmethod
+    def start(q_rows: jax.Array, value_dim: int) -> _Softmax:
+        zeros = jnp.zeros_like(q_rows[..., :1])
+        return _Softmax(
+            zeros + _LOWEST_MAXIMUM, zeros, jnp.broadcast_to(zeros, (*zeros.shape[:2], value_dim))
+        )
 
     def add(self, scores: jax.Array, values: jax.Array) -> _Softmax:
         largest = jnp.maximum(self.largest, jnp.max(scores, axis=-1, keepdims=True))
