@@ -144,13 +144,37 @@ def test_default_blocks_agree_with_jax(causal: bool) -> None:
 
 def test_default_blocks_fit() -> None:
     flags, lengths = (False, True), itertools.product((1, 257, 777, 4096), (1, 300, 2048))
-    more: list[dict[str, Any]] = [{}, {"by_example": True}, {"window": (30, 30)}]
+    more: list[dict[str, Any]] = [
+        {"shares_out_batches": True},
+        {"shares_out_batches": False},
+        {"cut": False},
+        {"by_example": True},
+        {"window": (30, 30)},
+    ]
     for (q_len, k_len), causal, backward, rest in itertools.product(lengths, flags, flags, more):
         q_shape, k_shape = (3, q_len, 8, 64), (3, k_len, 2, 64)
         blocks = xla.default_blocks(q_shape, k_shape, causal=causal, backward=backward, **rest)
         assert 1 <= blocks.q <= q_len
         assert 1 <= blocks.k <= k_len
         assert 1 <= blocks.heads <= 6
+
+
+@pytest.mark.parametrize("length", [256, 512, 1024])
+def test_a_causal_tile_is_large_only_if_it_can_be_cut(length: int) -> None:
+    shape = (1, length, 8, 64)
+    blocks = partial(
+        xla.default_blocks, shape, shape, causal=True, backward=False, shares_out_batches=False
+    )
+    assert blocks()[:2] == (length, length)
+    assert max(blocks(cut=False)[:2]) < length
+
+
+def test_causal_tiles_are_small_where_a_batch_of_them_uses_all_cores() -> None:
+    blocks = partial(xla.default_blocks, causal=True, shares_out_batches=True)
+    for backward in (False, True):
+        long = blocks((1, 2048, 8, 64), (1, 2048, 8, 64), backward=backward)
+        assert long == (256, 256, 8)
+    assert blocks((8, 512, 8, 64), (8, 512, 8, 64), backward=True) == (128, 128, 8)
 
 
 def test_log_sum_exp() -> None:

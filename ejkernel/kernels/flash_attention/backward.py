@@ -31,14 +31,16 @@ from jax import lax
 
 from .layout import (
     Index,
-    block,
+    as_row,
     filled,
     float32,
     from_rows,
     loop,
     pad,
     product,
-    set_block,
+    set_span,
+    span,
+    times,
     to_rows,
 )
 from .options import Options
@@ -148,8 +150,8 @@ def partial_gradients(
     slices = Slices.of(q, k, block_heads)
     q, dout = pad(q, tiling.padded_q_len, 1), pad(dout, tiling.padded_q_len, 1)
     k, v = pad(k, tiling.padded_k_len, 1), pad(v, tiling.padded_k_len, 1)
-    lse, delta = _as_feature(lse), _as_feature(delta)
-    lse, delta = pad(lse, tiling.padded_q_len, 1, _NOTHING_SEEN), pad(delta, tiling.padded_q_len, 1)
+    lse, delta = pad(lse, tiling.padded_q_len, 2, _NOTHING_SEEN), pad(delta, tiling.padded_q_len, 2)
+    lse, delta = as_row(lse, tiling.group), as_row(delta, tiling.group)
 
     zeros = [filled(x, x.shape[-1], 0.0, dtype or x.dtype) for x in (q, k, v)]
     empty = Gradients(zeros[0], zeros[1], zeros[2], {})
@@ -157,28 +159,24 @@ def partial_gradients(
         empty.by_keyword["bias"] = lax.full_like(options.bias, 0, jnp.float32)
 
     def differentiate(part: Slice, sums: Gradients) -> Gradients:
-        mine = Gradients(
-            sums.dq,
-            part.keys(sums.dk),
-            part.keys(sums.dv),
-            {name: part.of_table(x) for name, x in sums.by_keyword.items()},
-        )
+        tables = {name: part.of_table(x) for name, x in sums.by_keyword.items()}
         new = _differentiate(
             part.queries(q),
             part.queries(dout),
-            part.queries(lse),
-            part.queries(delta),
+            part.rows(lse),
+            part.rows(delta),
             part.keys(k),
             part.keys(v),
-            mine,
+            sums._replace(by_keyword=tables),
+            part,
             part.options(options),
             tiling,
         )
-        return Gradients(
-            part.set(sums.dq, new.dq),
-            part.set(sums.dk, new.dk),
-            part.set(sums.dv, new.dv),
-            {name: part.set_table(x, new.by_keyword[name]) for name, x in sums.by_keyword.items()},
+        return new._replace(
+            dq=part.set(sums.dq, new.dq),
+            by_keyword={
+                name: part.set_table(x, new.by_keyword[name]) for name, x in sums.by_keyword.items()
+            },
         )
 
     sums = slices.each(differentiate, empty)
@@ -201,33 +199,38 @@ def _differentiate(
     k: jax.Array,
     v: jax.Array,
     gradients: Gradients,
+    part: Slice,
     options: Options,
     tiling: Tiling,
 ) -> Gradients:
-    """The gradients of one slice, added to those of the bias; `gradients.dq` is not read."""
+    """The gradients of one slice, and everything but those of keys and values is its own.
+
+    They are filled into `gradients.dk` and `gradients.dv`, which are of all slices, and added to
+    those of the bias; `gradients.dq` is not read.
+    """
     tile = Tile(tiling, options, keys_in_front=True)
     needed = Needed.of(tiling, options)
     scale = np.float32(options.softmax_scale)
     # Here every key block reads all queries, so it is they that are laid out once.
     q_rows, dout_rows = to_rows(q, tiling.group), to_rows(dout, tiling.group)
-    lse_rows = lax.transpose(to_rows(lse, tiling.group), (0, 1, 3, 2))
-    delta_rows = lax.transpose(to_rows(delta, tiling.group), (0, 1, 3, 2))
     rows = tiling.block_q * tiling.group
 
     def differentiate_block(j: Index, gradients: Gradients) -> Gradients:
-        k_block = lax.mul(float32(to_rows(block(k, j, tiling.block_k, 1), group=1)), scale)
-        v_block = float32(to_rows(block(v, j, tiling.block_k, 1), group=1))
+        here = times(j, tiling.block_k)
+        k_block = lax.mul(float32(to_rows(span(k, here, tiling.block_k, 1), group=1)), scale)
+        v_block = float32(to_rows(span(v, here, tiling.block_k, 1), group=1))
 
         def add_queries(i: Index, sums: Gradients, *, masked: bool) -> Gradients:
-            q_block = float32(block(q_rows, i, rows, 2))
-            dout_block = float32(block(dout_rows, i, rows, 2))
+            there = times(i, rows)
+            q_block = float32(span(q_rows, there, rows, 2))
+            dout_block = float32(span(dout_rows, there, rows, 2))
             # Tiles are (keys, queries) here: XLA's CPU products take up to twice as long when their
             # large operand must be transposed, and of the three that read a tile only dq would need
             # that. So dq is computed as its own transpose, where the small operand is transposed.
             scores, slope = tile.apply(product(k_block, q_block, 3, 3), i, j, masked=masked)
-            p = lax.exp(lax.sub(scores, block(lse_rows, i, rows, 3)))
+            p = lax.exp(lax.sub(scores, span(lse, there, rows, 3)))
             dp = tile.dropped(product(v_block, dout_block, 3, 3), i, j)
-            ds = lax.mul(p, lax.sub(dp, block(delta_rows, i, rows, 3)))
+            ds = lax.mul(p, lax.sub(dp, span(delta, there, rows, 3)))
             by_keyword = {
                 name: tile.add_to_bias_gradient(x, ds, i, j) for name, x in sums.by_keyword.items()
             }
@@ -235,7 +238,7 @@ def _differentiate(
             dq_block = lax.transpose(product(k_block, ds, 2, 2), (0, 1, 3, 2))
             dv_block = product(tile.dropped(p, i, j), dout_block, 3, 2)
             return Gradients(
-                dq=set_block(sums.dq, i, lax.add(block(sums.dq, i, rows, 2), dq_block), 2),
+                dq=set_span(sums.dq, there, lax.add(span(sums.dq, there, rows, 2), dq_block), 2),
                 dk=lax.add(sums.dk, product(ds, q_block, 3, 2)),
                 dv=lax.add(sums.dv, dv_block),
                 by_keyword=by_keyword,
@@ -248,8 +251,8 @@ def _differentiate(
             sums = loop(whole, end, partial(add_queries, masked=False), sums)
         return Gradients(
             dq=sums.dq,
-            dk=set_block(gradients.dk, j, from_rows(lax.mul(sums.dk, scale), group=1), 1),
-            dv=set_block(gradients.dv, j, from_rows(sums.dv, group=1), 1),
+            dk=part.set(gradients.dk, from_rows(lax.mul(sums.dk, scale), group=1), here),
+            dv=part.set(gradients.dv, from_rows(sums.dv, group=1), here),
             by_keyword=sums.by_keyword,
         )
 
@@ -257,11 +260,6 @@ def _differentiate(
     start = gradients._replace(dq=lax.full_like(q_rows, 0, jnp.float32))
     sums = loop(0, tiling.k_blocks, differentiate_block, start)
     return sums._replace(dq=from_rows(sums.dq, tiling.group))
-
-
-def _as_feature(statistic: jax.Array) -> jax.Array:
-    """`(batch, heads, q_len)` as rows with one feature, `(batch, q_len, heads, 1)`."""
-    return lax.expand_dims(lax.transpose(statistic, (0, 2, 1)), (3,))
 
 
 def _shortened(x: jax.Array, length: int) -> jax.Array:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from jaxlib.version import __version__ as _JAXLIB
+
 from .layout import ceil_div
 from .options import Window
 
-# XLA on CPU divides a batch of matrix products among its threads only inside one product, and only
-# if that product's result has at least this many elements. Smaller tiles leave cores idle.
+# Until jaxlib 0.10, XLA on CPU divides a batch of matrix products among its threads only inside one
+# product, and only if that product's result has at least so many elements: smaller tiles leave
+# cores idle. Since 0.11 the products of a batch are shared out to the threads.
 _THREADED_TILE = 512 * 256
+_SHARES_OUT_BATCHES = tuple(map(int, _JAXLIB.split(".")[:2])) >= (0, 11)
 
 # The scores of all heads in a tile: so many are still near when they are read again. Half as many
 # again as 8 heads need, because equal blocks are seldom the smallest that are large enough.
@@ -24,6 +28,19 @@ _LONGEST_SIDE = 2048
 _LEAST_SIDE = 128  # of the backward pass; with fewer rows, all heads at once are faster
 _LEAST_HEAD = 512 * 512  # scores of a head; with no more, all heads at once are faster
 
+# Causal, what is not longer than this is one tile cut into strips (`diagonal`), of as many heads as
+# have so many scores together; until jaxlib 0.10, what is longer too, of one head.
+_SHORT = 512
+_CUT_SCORES = 2**21
+_LONGEST_CUT = 1536
+_MOST_CUT_SCORES = 2**22  # of one head
+
+# Causal, with batches shared out: squares of so many heads, which skip most of what is hidden.
+_SQUARE = 256
+_SMALL_SQUARE = 128  # of short sequences
+_HEADS_OF_SQUARES = 8
+
+_NARROW = 512  # of a window: the keys that a query sees in it
 
 # Where a few queries meet all keys at once, keys and values are what is read: so many bytes of them
 # are brought into tile layout without leaving the caches; beyond the second figure, not all heads.
@@ -47,13 +64,25 @@ def default_blocks(
     backward: bool,
     window: Window | None = None,
     by_example: bool = False,
+    cut: bool = True,
+    shares_out_batches: bool = _SHARES_OUT_BATCHES,
 ) -> Blocks:
     """Blocks that are good, not best, on a CPU, for arrays of these shapes.
+
+    Where examples have lengths or segments of their own (`by_example`), one at a time skips most.
+    `cut` says that nothing hinders tiles on the diagonal from being cut into strips, as `diagonal`
+    explains; `shares_out_batches`, what XLA does with a batch of products.
 
     From interleaved timings (8 heads, lengths 64 to 4096, dimensions 32 to 128, two Zen 3 cores):
 
     * Where nothing is skipped, large tiles of one head took 0.76 to 1.03 of the time of the
       smallest tiles of all heads that use all cores (17 shapes of more than 512 x 512 scores).
+    * Causal, a forward pass of up to 512 positions in one tile cut into strips took 0.6 to 0.94 of
+      the time of tiles of 64 (jaxlib 0.10) and 0.64 to 0.88 of that of 128 (0.12).
+    * Beyond, until jaxlib 0.10, one tile of one head cut into strips took 0.56 to 0.95 of the time
+      of 512 x 256 of 8 heads up to 1536 positions, unless 8 heads share their keys: 1.5 at 1024.
+    * Since jaxlib 0.11, causal squares of 256 of 8 heads took 0.8 to 0.95 of the time of 512 x 256;
+      64 heads at once 1.5.
     * Else the smallest tile that uses all cores wins: larger ones leave the caches and, if causal,
       reach further beyond the diagonal; 1024 x 512 was 1.1 to 2 times slower, 256 x 256 up to 1.7
       times.
@@ -63,26 +92,40 @@ def default_blocks(
       256 x 512 for lengths of 640 to 1536; from 2048 on 512 x 512 of one head took 0.92 to 1.
     * If even the whole matrix is too small for threads, one tile is best.
     * What small tiles skip can be worth more than threads: tiles of 64 in a causal forward pass of
-      129 to 512 (0.6 of the time there), and in narrow windows (down to half of the time).
+      129 to 512 that cannot be cut (0.6 of the time there), and in windows of less than 512 keys
+      (down to half of the time). With batches shared out, 128 are better in those of more than 128
+      keys (0.61 to 0.77 of the time).
     * More than 8 heads at once leave the caches: a batch of 4 then takes up to 5 times as long.
-    * Forward, a whole head that is about 128 x 128 is best alone: it stays with its core.
+    * Forward, a whole head that is about 128 x 128 is best alone: it stays with its core. Not so
+      with batches shared out: all heads took 0.6 to 0.75 of the time.
     * Where all keys of a few queries are one tile, slices of 8 MiB of keys and values took 0.25 to
       0.4 of the time of all at once, from 16 MiB on; below, all at once is best. In the backward
-      pass, 128 keys of all heads took 0.8 to 0.95 of it.
+      pass, 128 keys of all heads took 0.8 to 0.95 of it. Until jaxlib 0.10, 256 keys of a slice at
+      a time took 0.75 of the time of a single query, and 1.3 where 4 heads share their keys.
     * Else ``head_dim`` changed the times but never the order, so it is not used.
-
-    Where examples have lengths or segments of their own (`by_example`), one at a time skips most.
     """
     (batch, q_len, q_heads, _), (_, k_len, kv_heads, head_dim) = q_shape, k_shape
     group = q_heads // kv_heads  # the heads that share keys are rows of the same tile
     if window is None and not by_example:
+        if causal and cut and not backward and q_len == k_len:
+            longest = _SHORT if shares_out_batches else _LONGEST_CUT
+            scores = group * q_len * k_len
+            if _SMALL_SQUARE < q_len <= longest and scores <= _MOST_CUT_SCORES:
+                together = max(1, _CUT_SCORES // scores) if q_len <= _SHORT else 1
+                return Blocks(q_len, k_len, _heads(batch, kv_heads, together))
+        if causal and shares_out_batches and min(q_len, k_len) > _SMALL_SQUARE:
+            side = _SMALL_SQUARE if max(q_len, k_len) <= _SHORT else _SQUARE
+            heads = _heads(batch, kv_heads, _HEADS_OF_SQUARES)
+            return Blocks(_nearest(q_len, side), _nearest(k_len, side), heads)
         alone = _tile_of_one_head(q_len, k_len, group, causal=causal, backward=backward)
         if alone is not None:
             return Blocks(*alone, heads=1)
     left, right = window or (None, None)
     width = left + right if left is not None and right is not None else _THREADED_TILE
     corner = causal and not backward and 128 * 128 < q_len * k_len <= 512 * 512
-    if corner or width <= 512:
+    if shares_out_batches and 128 < width <= _NARROW:
+        block_q, block_k = min(q_len, 128), min(k_len, 128)
+    elif corner or width < _NARROW:
         block_q, block_k = min(q_len, 64), min(k_len, 64)
     elif group * q_len * k_len < _THREADED_TILE:
         block_q, block_k = q_len, k_len
@@ -100,7 +143,9 @@ def default_blocks(
             block_k = min(k_len, 128)
         else:
             in_cache = min(in_cache, max(1, _CACHED_KEYS // key_bytes))
-    if not backward and 64 * 64 < group * q_len * k_len <= 128 * 128:
+            if group * q_len == 1 and not shares_out_batches:
+                block_k = min(k_len, 256)
+    if not (backward or shares_out_batches) and 64 * 64 < group * q_len * k_len <= 128 * 128:
         heads = 1
     elif by_example or heads > in_cache:
         heads = min(kv_heads, in_cache)  # of one example: two of ten were slower than one or all
@@ -123,6 +168,11 @@ _FORWARD_SIDES = ((64, 64), (128, 128), (256, 256), (512, 256))
 _FORWARD_SIDES_OF_ONE_HEAD = ((1024, 1024), (2048, 512))
 _BACKWARD_SIDES = ((128, 128), (256, 256), (384, 384), (256, 512), (512, 512))
 _BACKWARD_SIDES_OF_ONE_HEAD = ((512, 1024), (256, 2048))
+
+
+def _heads(batch: int, kv_heads: int, most: int) -> int:
+    """At most so many key heads: all of all examples, or some of one."""
+    return batch * kv_heads if batch * kv_heads <= most else min(kv_heads, most)
 
 
 def _tile_of_one_head(

@@ -16,6 +16,7 @@ A sink joins at the end, as one more key without a value. Dropout touches :math:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,16 +25,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .diagonal import Strip, strips
 from .layout import (
     Index,
-    block,
     filled,
     float32,
     from_rows,
     loop,
     pad,
     product,
-    set_block,
+    span,
     times,
     to_rows,
 )
@@ -82,10 +83,7 @@ def forward(
     )
 
     def attend(part: Slice, results: _Results) -> _Results:
-        arrays = (part.queries(q), part.keys(k), part.keys(v))
-        mine = (part.queries(results[0]), part.queries(results[1]))
-        out, lse = _attend(*arrays, mine, part.options(options), tiling)
-        return part.set(results[0], out), part.set(results[1], lse)
+        return _attend(q, k, v, results, part, part.options(options), tiling)
 
     out, lse = slices.each(attend, results)
     lse = lax.transpose(lax.squeeze(lse, (3,)), (0, 2, 1))
@@ -101,35 +99,56 @@ _Results = tuple[jax.Array, jax.Array]
 
 
 def _attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, results: _Results, options: Options, tiling: Tiling
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    results: _Results,
+    part: Slice,
+    options: Options,
+    tiling: Tiling,
 ) -> _Results:
-    """Fill in the results of one slice."""
+    """Fill in the results of one slice; the options are its own."""
     tile = Tile(tiling, options, keys_in_front=False)
     needed = Needed.of(tiling, options)
+    cut = strips(tiling, options)
     # Every query block reads all keys and values, so they are brought into tile layout only once.
-    k_rows, v_rows = to_rows(k, group=1), to_rows(v, group=1)
+    q, k_rows, v_rows = part.queries(q), to_rows(part.keys(k), 1), to_rows(part.keys(v), 1)
     scale = np.float32(options.softmax_scale)
 
     def attend_block(i: Index, results: _Results) -> _Results:
-        q_block = float32(to_rows(block(q, i, tiling.block_q, 1), tiling.group))
+        here = times(i, tiling.block_q)
+        q_block = float32(to_rows(span(q, here, tiling.block_q, 1), tiling.group))
         q_block = lax.mul(q_block, scale)
 
         def add_keys(j: Index, softmax: _Softmax, *, masked: bool) -> _Softmax:
-            k_block = float32(block(k_rows, j, tiling.block_k, 2))
-            v_block = float32(block(v_rows, j, tiling.block_k, 2))
+            there = times(j, tiling.block_k)
+            k_block = float32(span(k_rows, there, tiling.block_k, 2))
+            v_block = float32(span(v_rows, there, tiling.block_k, 2))
             scores, _ = tile.apply(product(q_block, k_block, 3, 3), i, j, masked=masked)
             return softmax.add(scores, v_block, tile, i, j)
 
-        begin, whole, end = needed.keys_seen_by(i)
-        softmax = _Softmax.start(q_block, v.shape[-1])
-        if whole is not begin:
-            softmax = loop(begin, whole, partial(add_keys, masked=False), softmax)
-        softmax = loop(whole, end, partial(add_keys, masked=True), softmax)
+        def meet_own_keys(strip: Strip) -> _Softmax:
+            (first, end), group = strip, tiling.group
+            q_strip = lax.slice_in_dim(q_block, first * group, end * group, axis=2)
+            k_strip, v_strip = (float32(span(x, here, end, 2)) for x in (k_rows, v_rows))
+            scores = tile.on_diagonal(product(q_strip, k_strip, 3, 3), end - first)
+            return _Softmax.of(scores, v_strip)
+
+        if cut is None:
+            begin, whole, end = needed.keys_seen_by(i)
+            softmax = _Softmax.start(q_block, v_rows.shape[-1])
+            if whole is not begin:
+                softmax = loop(begin, whole, partial(add_keys, masked=False), softmax)
+            softmax = loop(whole, end, partial(add_keys, masked=True), softmax)
+        else:
+            softmax = _Softmax.joined([meet_own_keys(strip) for strip in cut])
+            earlier = times(i, tiling.block_q // tiling.block_k)
+            softmax = loop(0, earlier, partial(add_keys, masked=False), softmax)
         out_block, lse_block = softmax.finish(tiling, options, i)
         out, lse = results
         return (
-            set_block(out, i, from_rows(out_block, tiling.group), 1),
-            set_block(lse, i, from_rows(lse_block, tiling.group), 1),
+            part.set(out, from_rows(out_block, tiling.group), here),
+            part.set(lse, from_rows(lse_block, tiling.group), here),
         )
 
     return loop(0, tiling.q_blocks, attend_block, results)
@@ -149,6 +168,19 @@ class _Softmax(NamedTuple):
             filled(q_block, 1, 0.0, jnp.float32),
             filled(q_block, value_dim, 0.0, jnp.float32),
         )
+
+    @staticmethod
+    def of(scores: jax.Array, v_block: jax.Array) -> _Softmax:
+        """After the first keys, where each row sees at least one of them."""
+        largest = _over_keys(lax.reduce_max, scores)
+        weights = lax.exp(lax.sub(scores, largest))
+        total = _over_keys(lax.reduce_sum, weights)
+        return _Softmax(largest, total, product(weights, v_block, 3, 2))
+
+    @staticmethod
+    def joined(parts: Sequence[_Softmax]) -> _Softmax:
+        """That of rows which follow each other."""
+        return _Softmax(*(lax.concatenate(x, 2) for x in zip(*parts, strict=True)))
 
     def add(
         self, scores: jax.Array, v_block: jax.Array, tile: Tile, i: Index, j: Index

@@ -13,6 +13,7 @@ from ejkernel.ops import BwdParams, Dimension, FwdParams, Invocation, Kernel, Ne
 from . import accelerators, ring, xla
 from .blocks import Blocks, candidate_blocks, default_blocks
 from .cpu import CPU, FlashAttentionOnCPU
+from .diagonal import UNCUT
 from .inputs import make_inputs
 from .options import BY_EXAMPLE
 from .reference import attention_reference_by_rows
@@ -140,9 +141,14 @@ def _default_blocks(inv: Invocation[Any, Any], *, backward: bool) -> Blocks:
 
 def _blocks_for(q: Any, k: Any, options: Mapping[str, Any], *, backward: bool) -> Blocks:
     by_example = any(options.get(name) is not None for name in BY_EXAMPLE)
-    causal, window = bool(options.get("causal", False)), options.get("window")
     return default_blocks(
-        q.shape, k.shape, causal=causal, window=window, by_example=by_example, backward=backward
+        q.shape,
+        k.shape,
+        causal=bool(options.get("causal", False)),
+        backward=backward,
+        window=options.get("window"),
+        by_example=by_example,
+        cut=all(options.get(name) is None for name in UNCUT),
     )
 
 

@@ -45,19 +45,39 @@ def from_rows(x: jax.Array, group: int) -> jax.Array:
     return lax.reshape(x, (batch, rows // group, kv_heads * group, features))
 
 
+def as_row(x: jax.Array, group: int) -> jax.Array:
+    """`(batch, heads, length)`, a number for every row of a tile, to `(batch, heads / group, 1,
+    length * group)`."""
+    if group == 1:
+        return lax.expand_dims(x, (2,))
+    batch, heads, length = x.shape
+    x = lax.reshape(x, (batch, heads // group, group, length))
+    return lax.reshape(lax.transpose(x, (0, 1, 3, 2)), (batch, heads // group, 1, length * group))
+
+
 def block(x: jax.Array, index: Index, size: int, axis: int) -> jax.Array:
     """The `index`-th block of `size` along an axis; the array itself if it is all of it."""
-    if size == x.shape[axis]:
-        return x
-    return take_in_dim(x, times(index, size), size, axis)
+    return x if size == x.shape[axis] else span(x, times(index, size), size, axis)
 
 
 def set_block(x: jax.Array, index: Index, new: jax.Array, axis: int) -> jax.Array:
     """The array with another `index`-th block along an axis."""
+    return set_span(x, times(index, new.shape[axis]), new, axis)
+
+
+def span(x: jax.Array, start: Index, size: int, axis: int) -> jax.Array:
+    """`size` entries along an axis; the array itself if it is all of it."""
+    if size == x.shape[axis]:
+        return x
+    if isinstance(start, int):
+        return lax.slice_in_dim(x, start, start + size, axis=axis)
+    return take_in_dim(x, start, size, axis)
+
+
+def set_span(x: jax.Array, start: Index, new: jax.Array, axis: int) -> jax.Array:
+    """The array with other entries along an axis from `start` on."""
     new = lax.convert_element_type(new, x.dtype)
-    if new.shape == x.shape:
-        return new
-    return put_in_dim(x, new, times(index, new.shape[axis]), axis)
+    return new if new.shape == x.shape else put_in_dim(x, new, start, axis)
 
 
 def pad(x: jax.Array, length: int, axis: int, value: float = 0.0) -> jax.Array:
@@ -71,6 +91,8 @@ def pad(x: jax.Array, length: int, axis: int, value: float = 0.0) -> jax.Array:
 
 def filled(like: jax.Array, features: int, value: float, dtype: Any) -> jax.Array:
     """A constant array with another last dimension; made of `like` to be sharded as it is."""
+    if features == like.shape[-1]:
+        return lax.full_like(like, value, dtype)
     one = lax.full_like(lax.slice_in_dim(like, 0, 1, axis=like.ndim - 1), value, dtype)
     return (
         one
@@ -116,13 +138,17 @@ def loop(begin: Index, end: Index, body: Callable[[Index, State], State], state:
 
 def times(index: Index, size: int) -> Index:
     """Their product."""
-    return index * size if isinstance(index, int) else lax.mul(index, np.int32(size))
+    if isinstance(index, int):
+        return index * size
+    return index if size == 1 else lax.mul(index, np.int32(size))
 
 
 def plus(index: Index, other: Index) -> Index:
     """Their sum."""
     if isinstance(index, int) and isinstance(other, int):
         return index + other
+    if isinstance(other, int) and other == 0:
+        return index
     return lax.add(_int32(index), _int32(other))
 
 

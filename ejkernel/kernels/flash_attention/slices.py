@@ -52,6 +52,8 @@ class Slices:
             rows = self.kv_heads // self.heads
             if isinstance(n, int):
                 return body(Slice(self, n // rows, n % rows), state)
+            if rows == self.count:
+                return body(Slice(self, 0, n), state)
             size = np.int32(rows)
             return body(Slice(self, lax.div(n, size), lax.rem(n, size)), state)
 
@@ -78,9 +80,16 @@ class Slice:
         """Its part of a `(batch, length, kv_heads, d)` array."""
         return self._take(x, 2, self.slices.heads)
 
-    def set(self, x: jax.Array, part: jax.Array) -> jax.Array:
-        """A `(batch, length, heads or kv_heads, d)` array with its part replaced."""
-        return self._put(x, part, 2)
+    def rows(self, x: jax.Array) -> jax.Array:
+        """Its part of a `(batch, kv_heads, ., .)` array."""
+        return self._take(x, 1, self.slices.heads)
+
+    def set(self, x: jax.Array, part: jax.Array, start: Index = 0) -> jax.Array:
+        """A `(batch, length, heads or kv_heads, d)` array with its part replaced.
+
+        A part that is shorter than the array begins at the position `start`.
+        """
+        return self._put(x, part, 2, start)
 
     def of_table(self, x: jax.Array) -> jax.Array:
         """Its part of a `(batch, heads, queries, keys)` array, in which axes may be 1."""
@@ -120,7 +129,7 @@ class Slice:
             x = block(x, self.example, self.slices.examples, 0)
         return block(x, self.head, heads, head_axis) if x.shape[head_axis] > 1 else x
 
-    def _put(self, x: jax.Array, part: jax.Array, head_axis: int) -> jax.Array:
+    def _put(self, x: jax.Array, part: jax.Array, head_axis: int, position: Index = 0) -> jax.Array:
         part = lax.convert_element_type(part, x.dtype)
         if part.shape == x.shape:
             return part
@@ -129,6 +138,8 @@ class Slice:
             starts[0] = times(self.example, part.shape[0])
         if x.shape[head_axis] > 1:
             starts[head_axis] = times(self.head, part.shape[head_axis])
+        if head_axis == 2:
+            starts[1] = position
         return put(x, part, starts)
 
 

@@ -54,11 +54,8 @@ class Tile:
             return products, None
         shape = products.shape
         scores = self._with_five_axes(products)
-        slope = None
-        if options.logits_soft_cap is not None:
-            bent = lax.tanh(lax.mul(scores, np.float32(1 / options.logits_soft_cap)))
-            scores = lax.mul(bent, np.float32(options.logits_soft_cap))
-            slope = lax.reshape(lax.sub(np.float32(1), lax.mul(bent, bent)), shape)
+        scores, slope = self._capped(scores)
+        slope = None if slope is None else lax.reshape(slope, shape)
         if options.bias is not None:
             scores = lax.add(scores, float32(self._part(options.bias, i, j)))
         if masked:
@@ -68,6 +65,19 @@ class Tile:
                 visible = lax.broadcast_in_dim(visible, scores.shape, range(5))
                 scores = lax.select(visible, scores, hidden)
         return lax.reshape(scores, shape), slope
+
+    def on_diagonal(self, products: jax.Array, queries: int) -> jax.Array:
+        """Scores of a strip, `diagonal.strips`: its last keys are its own queries.
+
+        Its earlier keys are all seen and yet compared as well: hiding in place what is in the last
+        square would make XLA copy the strip, twice.
+        """
+        scores, _ = self._capped(products)
+        shape, keys = scores.shape, scores.shape[3]
+        row, key = (lax.broadcasted_iota(np.int32, shape, axis) for axis in (2, 3))
+        query = row if self.tiling.group == 1 else lax.div(row, np.int32(self.tiling.group))
+        visible = lax.le(key, lax.add(query, np.int32(keys - queries)))
+        return lax.select(visible, scores, lax.full_like(scores, -jnp.inf))
 
     def dropped(self, weights: jax.Array, i: Index, j: Index) -> jax.Array:
         """Weights after dropout: zero, or larger by as much as is dropped on average."""
@@ -109,6 +119,15 @@ class Tile:
         return set_block(gradient, i, set_block(rows, j, columns, 3), 2)
 
     # --- parts -----------------------------------------------------------------------------------
+
+    def _capped(self, scores: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """The scores after the soft cap, and its slope; as they are if there is none."""
+        cap = self.options.logits_soft_cap
+        if cap is None:
+            return scores, None
+        bent = lax.tanh(lax.mul(scores, np.float32(1 / cap)))
+        slope = lax.sub(np.float32(1), lax.mul(bent, bent))
+        return lax.mul(bent, np.float32(cap)), slope
 
     def _visible(self, i: Index, j: Index) -> jax.Array | None:
         """Which scores count, `(batch or 1, heads or 1, queries, group or 1, keys)` as placed."""

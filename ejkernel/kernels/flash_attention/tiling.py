@@ -77,7 +77,8 @@ class Needed:
         if tiling.k_blocks == 1:
             return 0, self._one_block_seen_wholly(), 1  # see `loop`
         left, right = self._band()
-        first_query, next_query = times(i, tiling.block_q), times(plus(i, 1), tiling.block_q)
+        first_query = times(i, tiling.block_q)
+        next_query = plus(first_query, tiling.block_q)
         begin: Index = 0
         end: Index = tiling.k_blocks
         if left is not None:
@@ -101,7 +102,8 @@ class Needed:
         if tiling.q_blocks == 1:
             return 0, 1 - self._one_block_seen_wholly(), 1  # see `loop`
         left, right = self._band()
-        first_key, next_key = times(j, tiling.block_k), times(plus(j, 1), tiling.block_k)
+        first_key = times(j, tiling.block_k)
+        next_key = plus(first_key, tiling.block_k)
         begin: Index = 0
         whole: Index = 0
         end: Index = tiling.q_blocks

@@ -20,8 +20,37 @@ Example:
     True
 """
 
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+
+from . import forward as forward_pass
 from .backward import backward
 from .blocks import default_blocks
-from .forward import forward
 
 __all__ = ["backward", "default_blocks", "forward"]
+
+
+def forward(q: jax.Array, k: jax.Array, v: jax.Array, **keywords: Any) -> Any:
+    """`forward.forward`, traced once for the same shapes and options.
+
+    Where a gradient is asked for, JAX traces first what a function computes and then what it
+    computes for the gradient; here they are the same.
+    """
+    arrays = {name: x for name, x in keywords.items() if isinstance(x, jax.Array)}
+    rest = tuple((name, x) for name, x in keywords.items() if name not in arrays)
+    return _forward(q, k, v, arrays, rest)
+
+
+@partial(jax.jit, static_argnums=4, inline=True)
+def _forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    arrays: dict[str, Any],
+    rest: tuple[tuple[str, Any], ...],
+) -> tuple[jax.Array, jax.Array]:
+    return forward_pass.forward(q, k, v, **arrays, **dict(rest))
