@@ -1,6 +1,6 @@
 """How good are the heuristics: each operation over a grid of calls, heuristic against tuned.
 
-    python benchmarks/heuristics.py [operation ...] [--backward] [--only TEXT] [--json FILE]
+    python benchmarks/heuristics.py [operation ...] [--backward] [--xla] [--only TEXT] [--json FILE]
 
 Forward, or with `--backward` forward and backward together, for the operations that have gradients.
 For each call all candidates are tuned; then the heuristic config and the tuned one race, in turns.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import pathlib
 import statistics
 import sys
@@ -81,10 +82,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("operations", nargs="*", default=list(OPERATIONS))
     parser.add_argument("--backward", action="store_true", help="time the gradients too")
+    parser.add_argument("--xla", action="store_true", help="as on a machine without a C++ compiler")
     parser.add_argument("--only", default="", help="calls whose name contains this")
     parser.add_argument("--seconds", type=float, default=1.0, help="for the race of each call")
     parser.add_argument("--json", type=pathlib.Path, help="write all figures to this file")
     options = parser.parse_args()
+    if options.xla:
+        os.environ["EJKERNEL_NATIVE"] = "off"
     print(f"jax {jax.__version__}, {jax.devices()[0]}")
     rows, kept = [], True
     for operation in options.operations:

@@ -16,14 +16,24 @@ import json
 import pathlib
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import jax
 
-from benchmarks.side_by_side import OURS, Comparison, compare, temporary_bytes
+from benchmarks.side_by_side import (
+    OURS,
+    Bound,
+    Comparison,
+    Ratio,
+    Times,
+    compare,
+    ratios,
+    temporary_bytes,
+    trace_times,
+)
 from ejkernel.modules import OPERATIONS
 
 
@@ -32,43 +42,71 @@ def comparisons(operation: str) -> Iterator[Comparison]:
     yield from module.comparisons()
 
 
+def bounds(operation: str) -> Iterator[Bound]:
+    module = importlib.import_module(f"benchmarks.operations.{operation}")
+    if hasattr(module, "bounds"):
+        yield from module.bounds()
+
+
 def run_one(operation: str, comparison: Comparison, seconds: float) -> list[dict[str, Any]]:
     times, found = compare(comparison, seconds)
-    rows = []
-    for ratio in found:
-        rows.append(
-            {
-                "operation": operation,
-                "name": comparison.name,
-                "peer": ratio.peer,
-                "ours_ms": 1e3 * times[OURS].best,
-                "peer_ms": 1e3 * times[ratio.peer].best,
-                "best": ratio.best,
-                "median": ratio.median,
-                "quartiles": [ratio.low, ratio.high],
-                "limit": ratio.limit,
-                "verdict": ratio.verdict,
-            }
-        )
+    rows = [_row(operation, comparison.name, times, ratio) for ratio in found]
+    if comparison.trace_limit:
+        name, times = f"tracing {comparison.name}", trace_times(comparison, comparison.trace_limit)
+        rows += [
+            _row(operation, name, times, ratio) for ratio in ratios(times, comparison.trace_limit)
+        ]
     for peer, limit in comparison.memory_limit.items():
         arguments = comparison.arguments()
         mine = temporary_bytes(comparison.ours, arguments)
         theirs = temporary_bytes(comparison.peers[peer], arguments)
-        rows.append(
-            {
-                "operation": operation,
-                "name": f"{comparison.name}, temporary MiB",
-                "peer": peer,
-                "ours_ms": mine / 2**20,
-                "peer_ms": theirs / 2**20,
-                "best": mine / theirs,
-                "median": mine / theirs,
-                "quartiles": [mine / theirs] * 2,
-                "limit": limit,
-                "verdict": "kept" if mine <= limit * theirs else "missed",
-            }
-        )
+        rows.append(_memory_row(operation, comparison.name, peer, mine, theirs, limit))
     return rows
+
+
+def _row(operation: str, name: str, times: Mapping[str, Times], ratio: Ratio) -> dict[str, Any]:
+    return {
+        "operation": operation,
+        "name": name,
+        "peer": ratio.peer,
+        "ours_ms": 1e3 * times[OURS].best,
+        "peer_ms": 1e3 * times[ratio.peer].best,
+        "best": ratio.best,
+        "median": ratio.median,
+        "quartiles": [ratio.low, ratio.high],
+        "limit": ratio.limit,
+        "verdict": ratio.verdict,
+    }
+
+
+def run_bound(operation: str, bound: Bound) -> dict[str, Any]:
+    """The temporary memory of a call, as a share of what is promised."""
+    arguments = bound.arguments()
+    compiled = jax.jit(bound.function).lower(*arguments).compile()
+    used = compiled.memory_analysis().temp_size_in_bytes
+    if bound.check is not None:
+        bound.check(compiled(*arguments), *arguments)
+    if bound.mib is None:
+        return _memory_row(operation, bound.name, "none", used, used, None)
+    return _memory_row(operation, bound.name, "the limit", used, bound.mib * 2**20, 1.0)
+
+
+def _memory_row(
+    operation: str, name: str, peer: str, mine: float, theirs: float, limit: float | None
+) -> dict[str, Any]:
+    ratio = mine / theirs
+    return {
+        "operation": operation,
+        "name": f"{name}, temporary MiB",
+        "peer": peer,
+        "ours_ms": mine / 2**20,
+        "peer_ms": theirs / 2**20,
+        "best": ratio,
+        "median": ratio,
+        "quartiles": [ratio] * 2,
+        "limit": limit,
+        "verdict": "" if limit is None else "kept" if mine <= limit * theirs else "missed",
+    }
 
 
 def show(row: dict[str, Any]) -> str:
@@ -96,6 +134,10 @@ def main() -> None:
                 for row in run_one(operation, comparison, options.seconds):
                     rows.append(row)
                     print(show(row), flush=True)
+        for bound in bounds(operation):
+            if options.only in bound.name:
+                rows.append(run_bound(operation, bound))
+                print(show(rows[-1]), flush=True)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
     count = collections.Counter(row["verdict"] for row in rows if row["verdict"])

@@ -110,6 +110,20 @@ def benchmarks(public: str | None) -> list[Benchmark]:
             heuristics_table,
         ),
         Benchmark(
+            "heuristics_xla",
+            "Heuristics of flash_attention without the C++ kernel",
+            ("benchmarks/heuristics.py", "flash_attention", "--xla"),
+            "The same for XLA, which serves where there is no C++ compiler.",
+            heuristics_table,
+        ),
+        Benchmark(
+            "heuristics_xla_backward",
+            "Heuristics of flash_attention without the C++ kernel, forward and backward",
+            ("benchmarks/heuristics.py", "flash_attention", "--xla", "--backward"),
+            "And for its gradients.",
+            heuristics_table,
+        ),
+        Benchmark(
             "tuner",
             "The tuner beside others",
             ("benchmarks/tuner.py", "--repeats", "6"),

@@ -11,7 +11,7 @@ import random
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -38,6 +38,7 @@ class Comparison:
       limits: the largest ratio ours/peer that we promise.
       tolerance: largest difference, relative to the largest value.
       memory_limit: the largest ratio of temporary bytes that we promise.
+      trace_limit: the largest ratio of the times that tracing takes that we promise.
     """
 
     name: str
@@ -47,6 +48,26 @@ class Comparison:
     limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
     tolerance: float = 1e-4
     memory_limit: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    trace_limit: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """A call that may need so many MiB beside its arguments and results, and no more.
+
+    Args:
+      name: what is computed, with its sizes.
+      function: of the arguments; it is compiled, and run if `check` is given.
+      arguments: makes the arguments, or what is known of them, when they are needed.
+      mib: the most that is promised; None: nothing is.
+      check: raises unless the result, which it is given with the arguments, is right.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    arguments: Callable[[], tuple[Any, ...]]
+    mib: float | None
+    check: Callable[..., None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +172,20 @@ def temporary_bytes(function: Callable[..., Any], arguments: tuple[Any, ...]) ->
     """What the compiled program needs beside arguments and results."""
     compiled = jax.jit(function).lower(*arguments).compile()
     return int(compiled.memory_analysis().temp_size_in_bytes)
+
+
+def trace_times(comparison: Comparison, names: Iterable[str], rounds: int = 9) -> dict[str, Times]:
+    """Seconds that tracing takes when nothing of it is remembered, in turns."""
+    arguments = comparison.arguments()
+    functions = {OURS: comparison.ours, **{name: comparison.peers[name] for name in names}}
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            jax.clear_caches()
+            begin = time.perf_counter()
+            jax.jit(function).trace(*arguments)
+            samples[name].append(time.perf_counter() - begin)
+    return {name: Times(tuple(taken)) for name, taken in samples.items()}
 
 
 def check_agreement(comparison: Comparison, contenders: Mapping[str, Prepared]) -> None:

@@ -13,7 +13,11 @@ import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
+from benchmarks.ops import run_bound
 from benchmarks.side_by_side import (
+    OURS,
+    Bound,
+    Comparison,
     Ratio,
     Times,
     outside_jax,
@@ -21,6 +25,7 @@ from benchmarks.side_by_side import (
     program_text,
     race,
     ratios,
+    trace_times,
 )
 from benchmarks.truth import Truth
 
@@ -115,3 +120,40 @@ def test_what_is_slower_than_the_best_is_seen_to_be():
     for name, expected in (("best", 1.0), ("slow", 1.5), ("slower", 2.0)):
         mean = statistics.fmean(truth.beside_the_best(name) for truth in truths)
         assert mean == pytest.approx(expected, rel=0.05)
+
+
+def test_tracing_is_timed_when_nothing_is_remembered():
+    traced = []
+
+    def ours(x):
+        traced.append("ours")
+        return x + 1
+
+    def peer(x):
+        traced.append("peer")
+        return x + 1
+
+    comparison = Comparison("both", ours, {"peer": peer}, lambda: (X,))
+    times = trace_times(comparison, ["peer"], rounds=3)
+    assert traced == ["ours", "peer"] * 3
+    assert set(times) == {OURS, "peer"}
+    assert all(len(t.seconds) == 3 for t in times.values())
+
+
+@pytest.mark.parametrize(("mib", "verdict"), [(100.0, "kept"), (1.0, "missed"), (None, "")])
+def test_a_bound_is_of_what_the_compiled_program_needs(mib, verdict):
+    def needs_four_mib(x):
+        table = jnp.sin(jnp.arange(1024 * 1024.0).reshape(1024, 1024) * x)
+        return (table @ table).sum()
+
+    row = run_bound("none", Bound("a product", needs_four_mib, lambda: (jnp.ones(()),), mib))
+    assert row["verdict"] == verdict
+    assert row["ours_ms"] >= 4
+
+
+def test_a_bound_that_is_run_is_checked():
+    def refuse(result, x):
+        raise AssertionError(f"{result} is wrong for {x}")
+
+    with pytest.raises(AssertionError, match="is wrong for"):
+        run_bound("none", Bound("one", lambda x: x + 1, lambda: (jnp.ones(()),), 1.0, refuse))

@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from benchmarks.side_by_side import Call, Comparison, outside_jax
+from benchmarks.side_by_side import Bound, Call, Comparison, outside_jax
 from ejkernel.kernels.flash_attention import FlashAttention
 from ejkernel.modules import flash_attention
 from ejkernel.native import FLASH_ATTENTION, why_not
@@ -26,11 +27,16 @@ PROMISED = {
     ("cpu", "torch"): (0.9, 0.95),
 }
 PROMISED_IF_CAUSAL = {("cpu", "torch"): (0.8, 0.95)}
+TRACED = 1.5  # tracing, beside `jax.nn`
+
+
+def _implementations() -> list[str]:
+    return ["xla"] if why_not(FLASH_ATTENTION) else ["cpu", "xla"]
 
 
 def comparisons() -> Iterator[Comparison]:
     """8 heads of 64, float32: the sizes of the promise, and short, long and many sequences."""
-    names = ["xla"] if why_not(FLASH_ATTENTION) else ["cpu", "xla"]
+    names = _implementations()
     for name, length, causal in itertools.product(
         names, (1024, 2048, 4096, 256, 512), (False, True)
     ):
@@ -79,7 +85,48 @@ def _comparison(
         arguments=arguments,
         limits=limits,
         tolerance=1e-3,
+        trace_limit={"jax.nn": TRACED} if promised else {},
     )
+
+
+def bounds() -> Iterator[Bound]:
+    """Memory of forward and backward, 8 heads of 64; and 32,768 positions, causal, are run."""
+    names = _implementations()
+    for name, causal in itertools.product(names, (False, True)):
+        for length, mib in ((8192, 128.0), (32768, None)):
+            yield Bound(
+                name=f"forward+backward batch 1 length {length} {'causal' if causal else 'full'}, "
+                f"{'C++' if name == 'cpu' else 'XLA'}",
+                function=partial(_loss_gradients, causal=causal, implementation=name),
+                arguments=partial(_long, length),
+                mib=mib,
+                check=_check_last if causal and length == 32768 else None,
+            )
+
+
+def _long(length: int) -> tuple[jax.Array, ...]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    return tuple(jax.random.normal(key, (1, length, 8, 64)) for key in keys)
+
+
+def _loss_gradients(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> Any:
+    out, pull_back = jax.vjp(partial(flash_attention, **options), q, k, v)
+    return out, pull_back(out)
+
+
+def _check_last(result: Any, q: jax.Array, k: jax.Array, v: jax.Array, queries: int = 128) -> None:
+    """Compare the last queries of a causal call, and their gradients, with the plain formula."""
+    length = k.shape[1]
+    visible = jnp.arange(length) <= jnp.arange(length - queries, length)[:, None]
+
+    def plain(q: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(q, k, v, mask=visible[None, None])
+
+    expected, pull_back = jax.vjp(plain, q[:, -queries:])
+    out, (dq, dk, dv) = result
+    np.testing.assert_allclose(out[:, -queries:], expected, atol=1e-4)
+    np.testing.assert_allclose(dq[:, -queries:], pull_back(expected)[0], atol=1e-4)
+    assert all(bool(jnp.all(jnp.isfinite(x))) for x in (dk, dv))
 
 
 def _torch(causal: bool, *, backward: bool) -> Callable[..., Any]:
