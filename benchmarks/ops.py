@@ -94,7 +94,7 @@ def run_bound(operation: str, bound: Bound) -> dict[str, Any]:
 def _memory_row(
     operation: str, name: str, peer: str, mine: float, theirs: float, limit: float | None
 ) -> dict[str, Any]:
-    ratio = mine / theirs
+    ratio = mine / max(theirs, 1)  # a program may need nothing
     return {
         "operation": operation,
         "name": f"{name}, temporary MiB",
