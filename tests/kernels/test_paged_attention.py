@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,6 +47,10 @@ def inputs(batch, tokens, heads, kv_heads, head_dim, value_dim, page_size, per_s
     return arrays, normal(heads)
 
 
+def run_xla_page_by_page(*args, **options):
+    return xla.forward(*args, pages_per_step=1, **options)
+
+
 def run_xla(*args, **options):
     return xla.forward(*args, pages_per_step=3, **options)
 
@@ -61,13 +67,27 @@ def run_triton(*args, **options):
     return pallas_gpu.forward(*args, block_k=16, num_key_splits=2, interpret=True, **options)
 
 
+def run_reference(*args, **options):
+    return paged_attention_reference(*args, **options)
+
+
+EVERY_RUN = [
+    run_reference,
+    run_xla_page_by_page,
+    run_xla,
+    run_xla_at_once,
+    run_pallas,
+    run_triton,
+]
+
+
 def softly(function):
     """Compile time is what these tests take."""
     return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @pytest.mark.parametrize(("shape", "options"), CASES, ids=["plain", "options", "tokens"])
-@pytest.mark.parametrize("run", [run_xla, run_xla_at_once, run_pallas, run_triton])
+@pytest.mark.parametrize("run", EVERY_RUN[1:])
 def test_every_implementation_equals_the_definition(run, shape, options):
     args, sinks = inputs(*shape)
     options = {"softmax_scale": 0.4, **options}
@@ -79,17 +99,24 @@ def test_every_implementation_equals_the_definition(run, shape, options):
     assert not np.asarray(out[1]).any()  # a sequence of length 0
 
 
-@pytest.mark.parametrize("run", [run_xla, run_xla_at_once])
-def test_what_is_not_a_sequences_own_does_not_reach_it(run):
-    (q, k_pages, v_pages, table, lengths), _ = inputs(*ODD)
-    foreign = table[2, -1]
-    table = jnp.where(table == foreign, (foreign + 1) % k_pages.shape[0], table)
-    lengths = lengths.at[2].set(3)  # in the first page; the others of its line are not used
-    args = (q, k_pages, v_pages, table, lengths)
-    expected = run(*args, softmax_scale=0.4)[2]
-    broken = v_pages.at[foreign].set(jnp.nan)
-    args = (q, k_pages, broken, table.at[2, 1:].set(foreign), lengths)
-    np.testing.assert_array_equal(run(*args, softmax_scale=0.4)[2], expected)
+@pytest.mark.parametrize("options", [{}, {"window": 7}], ids=["plain", "window"])
+@pytest.mark.parametrize("run", EVERY_RUN)
+def test_what_no_query_sees_may_be_anything(run, options):
+    """Pages of others, given in a table's unused places, and the rest of a sequence's last page."""
+    (q, k_pages, v_pages, _, _), _ = inputs(*ODD)
+    page_size = k_pages.shape[1]
+    table = jnp.asarray([[5, 4, 3, 2, 1, 0, 0]] * 4, jnp.int32)
+    length = 3 * page_size + 2  # two tokens in the last page, the fourth
+    lengths = jnp.full((4,), length, jnp.int32)
+    run = softly(partial(run, softmax_scale=0.4, **options))
+    expected = run(q, k_pages, v_pages, table, lengths)
+    unseen = [jnp.s_[2, 2:], jnp.s_[1], jnp.s_[0], jnp.s_[6]]
+    if options:  # the first page is wholly behind the window
+        unseen += [jnp.s_[5]]
+    for part in unseen:
+        k_pages, v_pages = k_pages.at[part].set(jnp.nan), v_pages.at[part].set(jnp.nan)
+    out = run(q, k_pages, v_pages, table, lengths)
+    np.testing.assert_array_equal(out, expected)
 
 
 def test_the_definition_is_attention_over_the_tokens_that_the_pages_hold():

@@ -61,17 +61,18 @@ def forward(
         def add_keys(j: Any, state: Any) -> Any:
             largest, total, weighted = state
             key = j * block + lax.broadcasted_iota(jnp.int32, (block,), 0)
-            exists = key < length
-            page = plgpu.load(
-                table_ref.at[lax.div(key, jnp.int32(page_size))], mask=exists, other=0
-            )
+            # What no query sees is not loaded: it may be another sequence's, or NaN.
+            seen = key < length
+            if window is not None:
+                seen &= key >= length - tokens - window
+            page = plgpu.load(table_ref.at[lax.div(key, jnp.int32(page_size))], mask=seen, other=0)
             slot = lax.rem(key, jnp.int32(page_size))
 
             def tile(ref: Any, features: int, width: int) -> Any:
                 shape = (block, width)
                 feature = lax.broadcasted_iota(jnp.int32, shape, 1)
                 rows_of_pages = (jnp.broadcast_to(x[:, None], shape) for x in (page, slot))
-                mask = exists[:, None] & (feature < features)
+                mask = seen[:, None] & (feature < features)
                 return plgpu.load(ref.at[*rows_of_pages, feature], mask=mask, other=0.0)
 
             scores = plgpu.dot(q_rows, tile(k_ref, head_dim, q_width).T) * softmax_scale

@@ -92,6 +92,12 @@ def forward(
                 visible &= lax.rem(column, jnp.int32(kv_heads)) == lax.div(head, jnp.int32(group))
             return jnp.where(visible, scores, _HIDDEN_SCORE)
 
+        def only_own(values: Any, begin: Any) -> Any:
+            """Zeros from the sequence's end on: there may be NaN, which no weight would hide."""
+            row = lax.broadcasted_iota(jnp.int32, values.shape, 0)
+            own = begin + lax.div(row, jnp.int32(kv_heads)) < length
+            return jnp.where(own, values, jnp.zeros_like(values))
+
         @pl.when(first_key < length)
         def add_pages() -> None:
             scores = [scores_of(k_refs[i][0], first_key + i * page_size) for i in range(per_step)]
@@ -101,10 +107,11 @@ def forward(
                 largest = jnp.maximum(largest, jnp.max(part, axis=1, keepdims=True))
             shrink = jnp.exp(before - largest)
             total, weighted = shrink * total_ref[:, :1], shrink * weighted_ref[...]
-            for part, v_ref in zip(scores, v_refs, strict=True):
+            for i, (part, v_ref) in enumerate(zip(scores, v_refs, strict=True)):
                 weights = jnp.exp(part - largest)
                 total += jnp.sum(weights, axis=1, keepdims=True)
-                weighted += _dot(weights.astype(v_ref.dtype), v_ref[0], transposed=False)
+                values = only_own(v_ref[0], first_key + i * page_size)
+                weighted += _dot(weights.astype(v_ref.dtype), values, transposed=False)
             largest_ref[...] = jnp.broadcast_to(largest, largest_ref.shape)
             total_ref[...] = jnp.broadcast_to(total, total_ref.shape)
             weighted_ref[...] = weighted

@@ -89,5 +89,8 @@ def paged_attention_reference(
     if sinks is not None:
         total = total + jnp.exp(logits - shift)
     probabilities = weights / jnp.where(empty, 1.0, total)
-    out = jnp.einsum("bhgtk,bkhd->bthgd", probabilities, gathered(v_pages), precision=exact)
+    # What no query of a sequence sees may be anything: zero times NaN would be NaN.
+    seen = jnp.any(visible, axis=1)[:, :, None, None]
+    values = jnp.where(seen, gathered(v_pages), 0.0)
+    out = jnp.einsum("bhgtk,bkhd->bthgd", probabilities, values, precision=exact)
     return out.reshape(batch, tokens, heads, v_pages.shape[3]).astype(q.dtype)

@@ -60,13 +60,17 @@ def forward(
     token = jnp.arange(tokens * group) // group
     sink = None if sinks is None else _sink_rows(sinks, kv_heads, tokens)
 
-    def gathered(cache: jax.Array, numbers: jax.Array) -> jax.Array:
-        return take_rows(cache, numbers).reshape(keys, *cache.shape[2:]).astype(jnp.float32)
+    def tile(cache: jax.Array, numbers: jax.Array) -> jax.Array:
+        found = take_in_dim(cache, numbers[0], 1) if step == 1 else take_rows(cache, numbers)
+        return found.reshape(keys, *cache.shape[2:]).astype(jnp.float32)
 
-    def gathered_values(numbers: jax.Array, first: Any, length: jax.Array) -> jax.Array:
-        """Zeros from the end of the sequence on: there may be pages of others, and NaN in them."""
-        own = first + jnp.arange(keys) < length
-        return jnp.where(own[:, None, None], gathered(v_pages, numbers), 0.0)
+    def only_seen(values: jax.Array, first: Any, length: jax.Array) -> jax.Array:
+        """Zeros for keys that no query sees: there may be NaN, which no weight would hide."""
+        key = first + jnp.arange(keys)
+        seen = key < length
+        if window is not None:
+            seen &= key >= length - tokens - window
+        return jnp.where(seen[:, None, None], values, 0.0)
 
     def scores(q_rows: jax.Array, k_tile: jax.Array, first: Any, length: jax.Array) -> jax.Array:
         """Of the keys from position `first` on; a finite number where a key is not seen."""
@@ -81,31 +85,27 @@ def forward(
         return jnp.where(visible, found, _HIDDEN_SCORE)
 
     def attend_at_once(q_rows: jax.Array, numbers: jax.Array, length: jax.Array) -> jax.Array:
-        found = scores(q_rows, gathered(k_pages, numbers), 0, length)
-        start = _Softmax.start(q_rows, value_dim)
-        return start.add(found, gathered_values(numbers, 0, length)).finish(sink)
+        found = scores(q_rows, tile(k_pages, numbers), 0, length)
+        values = only_seen(tile(v_pages, numbers), 0, length)
+        return _Softmax.start(q_rows, value_dim).add(found, values).finish(sink)
 
     def attend(sequence: jax.Array) -> jax.Array:
         length, q_rows = lengths[sequence], rows[sequence]
 
-        def page(cache: jax.Array, j: jax.Array) -> jax.Array:
-            found = take_in_dim(cache, table[sequence, j], 1)
-            return found.reshape(keys, *cache.shape[2:]).astype(jnp.float32)
-
-        def add_pages(j: jax.Array, softmax: _Softmax) -> _Softmax:
-            if step == 1:
-                k_tile, v_tile = page(k_pages, j), page(v_pages, j)
-            else:
-                numbers = lax.dynamic_slice_in_dim(table[sequence], j * step, step)
-                k_tile = gathered(k_pages, numbers)
-                v_tile = gathered_values(numbers, j * keys, length)
-            return softmax.add(scores(q_rows, k_tile, j * keys, length), v_tile)
+        def add_pages(j: jax.Array, softmax: _Softmax, *, last: bool = False) -> _Softmax:
+            numbers = lax.dynamic_slice_in_dim(table[sequence], j * step, step)
+            values = tile(v_pages, numbers)
+            # Before its end a sequence's page holds its own values. Of several pages, some may have
+            # been given to other sequences: those behind a window.
+            if last or step > 1:
+                values = only_seen(values, j * keys, length)
+            return softmax.add(scores(q_rows, tile(k_pages, numbers), j * keys, length), values)
 
         first = 0 if window is None else jnp.maximum(length - tokens - window, 0) // keys
-        end = (length + keys - 1) // keys
+        last = jnp.maximum(length - 1, 0) // keys
         start = _Softmax.start(q_rows, value_dim)
-        met: _Softmax = lax.fori_loop(first, end, add_pages, start)
-        return met.finish(sink)
+        met: _Softmax = lax.fori_loop(first, last, add_pages, start)
+        return add_pages(last, met, last=True).finish(sink)
 
     out: jax.Array
     if table.shape[1] == step:
