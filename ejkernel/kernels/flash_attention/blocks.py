@@ -1,7 +1,13 @@
-"""Block sizes that are good on a CPU without measuring, and those worth measuring."""
+"""Block sizes that are good on a CPU without measuring, and those worth measuring.
+
+Figures are from interleaved timings on two Zen 3 cores: 8 heads, lengths 64 to 4096, dimensions 32
+to 256, where nothing else is said. A rule gives the share of the time that its blocks take, beside
+those that would be chosen without it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 from jaxlib.version import __version__ as _JAXLIB
@@ -19,33 +25,8 @@ _SHARES_OUT_BATCHES = tuple(map(int, _JAXLIB.split(".")[:2])) >= (0, 11)
 # again as 8 heads need, because equal blocks are seldom the smallest that are large enough.
 _CACHED_TILE = 12 * _THREADED_TILE
 
-
-# Where nothing is skipped, one head at a time is best, in tiles so large that threads seldom wait
-# for each other: of so many scores in the forward and in the backward pass.
-_FORWARD_TILE = 2**20
-_BACKWARD_TILE = 2**19
-_LONGEST_SIDE = 2048
-_LEAST_SIDE = 128  # of the backward pass; with fewer rows, all heads at once are faster
-_LEAST_HEAD = 512 * 512  # scores of a head; with no more, all heads at once are faster
-
-# Causal, what is not longer than this is one tile cut into strips (`diagonal`), of as many heads as
-# have so many scores together; until jaxlib 0.10, what is longer too, of one head.
-_SHORT = 512
-_CUT_SCORES = 2**21
-_LONGEST_CUT = 1536
-_MOST_CUT_SCORES = 2**22  # of one head
-
-# Causal, with batches shared out: squares of so many heads, which skip most of what is hidden.
-_SQUARE = 256
-_SMALL_SQUARE = 128  # of short sequences
-_HEADS_OF_SQUARES = 8
-
-_NARROW = 512  # of a window: the keys that a query sees in it
-
-# Where a few queries meet all keys at once, keys and values are what is read: so many bytes of them
-# are brought into tile layout without leaving the caches; beyond the second figure, not all heads.
-_CACHED_KEYS = 2**23
-_ALL_KEYS = 2**24
+_SHORT = 512  # a sequence of so many positions, or fewer
+_SMALL_SQUARE = 128  # a shorter one is not divided
 
 
 class Blocks(NamedTuple):
@@ -73,83 +54,205 @@ def default_blocks(
     `cut` says that nothing hinders tiles on the diagonal from being cut into strips, as `diagonal`
     explains; `shares_out_batches`, what XLA does with a batch of products.
 
-    From interleaved timings (8 heads, lengths 64 to 4096, dimensions 32 to 128, two Zen 3 cores):
+    Example:
+        >>> shape = (1, 512, 8, 64)
+        >>> default_blocks(shape, shape, causal=False, backward=False)
+        Blocks(q=512, k=256, heads=8)
+    """
+    (batch, q_len, q_heads, _), (_, k_len, kv_heads, head_dim) = q_shape, k_shape
+    group = q_heads // kv_heads
+    call = _Call(batch, q_len, k_len, kv_heads, group, head_dim, backward, shares_out_batches)
+    if window is None and not by_example:
+        if causal:
+            blocks = (_cut_tile(call) if cut else None) or _squares(call)
+        else:
+            blocks = _tile_of_one_head(call)
+        if blocks is not None:
+            return blocks
+    left, right = window or (None, None)
+    width = left + right if left is not None and right is not None else None
+    return _small_tile(call, causal=causal, width=width, by_example=by_example)
 
-    * Where nothing is skipped, large tiles of one head took 0.76 to 1.03 of the time of the
-      smallest tiles of all heads that use all cores (17 shapes of more than 512 x 512 scores).
-    * Causal, a forward pass of up to 512 positions in one tile cut into strips took 0.6 to 0.94 of
-      the time of tiles of 64 (jaxlib 0.10) and 0.64 to 0.88 of that of 128 (0.12).
-    * Beyond, until jaxlib 0.10, one tile of one head cut into strips took 0.56 to 0.95 of the time
-      of 512 x 256 of 8 heads up to 1536 positions, unless 8 heads share their keys: 1.5 at 1024.
-    * Since jaxlib 0.11, causal squares of 256 of 8 heads took 0.8 to 0.95 of the time of 512 x 256;
-      64 heads at once 1.5.
-    * Else the smallest tile that uses all cores wins: larger ones leave the caches and, if causal,
-      reach further beyond the diagonal; 1024 x 512 was 1.1 to 2 times slower, 256 x 256 up to 1.7
-      times.
-    * The forward pass prefers long query blocks, because each one reads all keys. In the backward
-      pass the roles are exchanged.
-    * In a causal backward pass, squares skip most: about 384 x 384 took 0.75 to 0.95 of the time of
-      256 x 512 for lengths of 640 to 1536; from 2048 on 512 x 512 of one head took 0.92 to 1.
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What the rules decide by. The heads of a group share keys, and are rows of the same tile."""
+
+    batch: int
+    q_len: int
+    k_len: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    backward: bool
+    shares_out_batches: bool
+
+    @property
+    def scores(self) -> int:
+        """Of a key head."""
+        return self.group * self.q_len * self.k_len
+
+    def at_most(self, heads: float) -> int:
+        """So many key heads at once: all of all examples, or some of one.
+
+        Two examples of ten were slower than one or all.
+        """
+        everything = self.batch * self.kv_heads
+        return everything if everything <= heads else min(self.kv_heads, max(1, int(heads)))
+
+    def near(self, block_q: int, block_k: int) -> int:
+        """As many key heads as stay in the caches: more took up to 5 times as long."""
+        return self.at_most(_CACHED_TILE // (self.group * block_q * block_k))
+
+
+_CUT_SCORES = 2**21  # in a tile of several heads
+_LONGEST_CUT = 1536
+_MOST_CUT_SCORES = 2**22  # of one head
+
+
+def _cut_tile(call: _Call) -> Blocks | None:
+    """Causal and forward, where a sequence is one tile cut into strips.
+
+    Up to 512 positions it took 0.6 to 0.94 of the time of tiles of 64 (jaxlib 0.10), 0.64 to 0.88
+    of that of 128 (0.12). Beyond, until jaxlib 0.10, one head at a time took 0.56 to 0.95 of that
+    of 512 x 256 of 8 heads up to 1536, unless 8 heads share their keys: 1.5 at 1024.
+    """
+    longest = _SHORT if call.shares_out_batches else _LONGEST_CUT
+    if (
+        call.backward
+        or call.q_len != call.k_len
+        or not _SMALL_SQUARE < call.q_len <= longest
+        or call.scores > _MOST_CUT_SCORES
+    ):
+        return None
+    together = _CUT_SCORES / call.scores if call.q_len <= _SHORT else 1
+    return Blocks(call.q_len, call.k_len, call.at_most(together))
+
+
+_SQUARE = 256
+_HEADS_OF_SQUARES = 8
+
+
+def _squares(call: _Call) -> Blocks | None:
+    """Causal: squares skip most of what is hidden.
+
+    Forward, until jaxlib 0.10, they are too small for threads. With batches shared out, 256 x 256
+    of 8 heads took 0.8 to 0.95 of the time of 512 x 256; 64 heads at once 1.5.
+    """
+    if not call.shares_out_batches:
+        return _squares_of_gradients(call) if call.backward else None
+    if min(call.q_len, call.k_len) <= _SMALL_SQUARE:
+        return None
+    side = _SMALL_SQUARE if max(call.q_len, call.k_len) <= _SHORT else _SQUARE
+    block_q, block_k = _nearest(call.q_len, side), _nearest(call.k_len, side)
+    return Blocks(block_q, block_k, call.at_most(_HEADS_OF_SQUARES))
+
+
+_THREADED_SQUARE = 384
+_LEAST_WHOLE = 352
+
+
+def _squares_of_gradients(call: _Call) -> Blocks | None:
+    """Causal and backward, until jaxlib 0.10.
+
+    * 512 x 512 of one head from 2048 positions on took 0.92 to 1 of the time of 256 x 512.
+    * Squares of about 384 for 640 to 1536 took 0.75 to 0.95 of it; where heads share their keys,
+      0.86 to 0.95 of the smallest tiles that use all cores. From dimension 128 on, one head at a
+      time took 0.74 to 0.95 of all.
+    * 128 x 128 up to 512 positions, where heads share their keys, took 0.72 to 0.97 of it.
+    * Else a whole head took 0.72 to 0.98 from 384 to 512 positions, and 64 x 64 took 0.78 to 0.97
+      below (1.1 with dimension 128).
+    """
+    length = call.k_len
+    if call.group == 1 and min(call.q_len, length) >= _LONGEST_SIDE:
+        return Blocks(_equal(call.q_len, 512), _equal(length, 512), heads=1)
+    if call.q_len != length or length <= _SMALL_SQUARE:
+        return None
+    if length > _SHORT:
+        side = _nearest(length, _THREADED_SQUARE)
+        return Blocks(side, side, 1 if call.head_dim >= 128 else call.near(side, side))
+    if call.group > 1:
+        return Blocks(128, 128, call.near(128, 128))
+    if length >= _LEAST_WHOLE:
+        return Blocks(length, length, heads=1)
+    return Blocks(64, 64, call.at_most(_HEADS_OF_SQUARES))
+
+
+# One head at a time, in tiles so large that threads seldom wait for each other: of so many scores.
+_FORWARD_TILE = 2**20
+_BACKWARD_TILE = 2**19
+_LONGEST_SIDE = 2048
+_LEAST_SIDE = 128  # of the backward pass; with fewer rows, all heads at once are faster
+_LEAST_HEAD = 512 * 512  # scores of a head; with no more, all heads at once are faster
+
+
+def _tile_of_one_head(call: _Call) -> Blocks | None:
+    """Where nothing is skipped, large tiles of one head.
+
+    They took 0.76 to 1.03 of the time of the smallest tiles of all heads that use all cores (17
+    shapes of more than 512 x 512 scores).
+    """
+    group, q_len, k_len = call.group, call.q_len, call.k_len
+    if call.scores <= _LEAST_HEAD:
+        return None
+    if not call.backward:
+        block_q = _equal(q_len, _LONGEST_SIDE // group)
+        return Blocks(block_q, _nearest(k_len, _FORWARD_TILE / (block_q * group)), heads=1)
+    if min(group * q_len, k_len) < _LEAST_SIDE:
+        return None
+    block_k = _equal(k_len, _LONGEST_SIDE)
+    return Blocks(_nearest(q_len, _BACKWARD_TILE / (block_k * group)), block_k, heads=1)
+
+
+_NARROW = 512  # of a window: the keys that a query sees in it
+
+# Where a few queries meet all keys at once, keys and values are what is read: so many bytes of them
+# are brought into tile layout without leaving the caches; beyond the second figure, not all heads.
+_CACHED_KEYS = 2**23
+_ALL_KEYS = 2**24
+
+
+def _small_tile(call: _Call, *, causal: bool, width: int | None, by_example: bool) -> Blocks:
+    """The smallest tile that uses all cores, or a smaller one if that skips much more.
+
+    * Larger ones leave the caches and, if causal, reach further beyond the diagonal: 1024 x 512 was
+      1.1 to 2 times slower, 256 x 256 up to 1.7 times.
+    * Forward wants at most 512 queries (they read all keys), backward at most 512 keys.
     * If even the whole matrix is too small for threads, one tile is best.
-    * What small tiles skip can be worth more than threads: tiles of 64 in a causal forward pass of
-      129 to 512 that cannot be cut (0.6 of the time there), and in windows of less than 512 keys
-      (down to half of the time). With batches shared out, 128 are better in those of more than 128
-      keys (0.61 to 0.77 of the time).
-    * More than 8 heads at once leave the caches: a batch of 4 then takes up to 5 times as long.
-    * Forward, a whole head that is about 128 x 128 is best alone: it stays with its core. Not so
-      with batches shared out: all heads took 0.6 to 0.75 of the time.
+    * Tiles of 64 took 0.6 of the time in a causal forward pass of 129 to 512 that cannot be cut,
+      and down to half in windows of less than 512 keys. With batches shared out, 128 are better in
+      those of more than 128 keys (0.61 to 0.77).
     * Where all keys of a few queries are one tile, slices of 8 MiB of keys and values took 0.25 to
       0.4 of the time of all at once, from 16 MiB on; below, all at once is best. In the backward
       pass, 128 keys of all heads took 0.8 to 0.95 of it. Until jaxlib 0.10, 256 keys of a slice at
       a time took 0.75 of the time of a single query, and 1.3 where 4 heads share their keys.
-    * Else ``head_dim`` changed the times but never the order, so it is not used.
+    * All heads of 128 x 128 take 1.02 to 1.13 of the time of one at a time in the forward pass
+      (jaxlib 0.10), and 0.85 to 0.95 in both passes together, which then share their layout.
     """
-    (batch, q_len, q_heads, _), (_, k_len, kv_heads, head_dim) = q_shape, k_shape
-    group = q_heads // kv_heads  # the heads that share keys are rows of the same tile
-    if window is None and not by_example:
-        if causal and cut and not backward and q_len == k_len:
-            longest = _SHORT if shares_out_batches else _LONGEST_CUT
-            scores = group * q_len * k_len
-            if _SMALL_SQUARE < q_len <= longest and scores <= _MOST_CUT_SCORES:
-                together = max(1, _CUT_SCORES // scores) if q_len <= _SHORT else 1
-                return Blocks(q_len, k_len, _heads(batch, kv_heads, together))
-        if causal and shares_out_batches and min(q_len, k_len) > _SMALL_SQUARE:
-            side = _SMALL_SQUARE if max(q_len, k_len) <= _SHORT else _SQUARE
-            heads = _heads(batch, kv_heads, _HEADS_OF_SQUARES)
-            return Blocks(_nearest(q_len, side), _nearest(k_len, side), heads)
-        alone = _tile_of_one_head(q_len, k_len, group, causal=causal, backward=backward)
-        if alone is not None:
-            return Blocks(*alone, heads=1)
-    left, right = window or (None, None)
-    width = left + right if left is not None and right is not None else _THREADED_TILE
-    corner = causal and not backward and 128 * 128 < q_len * k_len <= 512 * 512
-    if shares_out_batches and 128 < width <= _NARROW:
+    q_len, k_len, backward = call.q_len, call.k_len, call.backward
+    corner = causal and not backward and 128 * 128 < q_len * k_len <= _SHORT * _SHORT
+    if width is not None and 128 < width <= _NARROW and call.shares_out_batches:
         block_q, block_k = min(q_len, 128), min(k_len, 128)
-    elif corner or width < _NARROW:
+    elif corner or (width is not None and width < _NARROW):
         block_q, block_k = min(q_len, 64), min(k_len, 64)
-    elif group * q_len * k_len < _THREADED_TILE:
+    elif call.scores < _THREADED_TILE:
         block_q, block_k = q_len, k_len
-    elif backward and causal and (group, q_len) == (1, k_len) and k_len > 512:
-        block_q = block_k = _nearest(k_len, 384)
+    elif backward and causal and q_len == k_len > _SHORT:
+        block_q = block_k = _nearest(k_len, _THREADED_SQUARE)
     elif backward:
-        block_k, block_q = _long_and_short_block(k_len, q_len, short_rows=group)
+        block_k, block_q = _long_and_short_block(k_len, q_len, short_rows=call.group)
     else:
-        block_q, block_k = _long_and_short_block(q_len, k_len, long_rows=group)
-    heads = batch * kv_heads
-    in_cache = max(1, _CACHED_TILE // (group * block_q * block_k))
-    key_bytes = 2 * 4 * k_len * head_dim  # of a head: keys and values, in float32
-    if (block_q, block_k) == (q_len, k_len) and heads * key_bytes > _ALL_KEYS:
+        block_q, block_k = _long_and_short_block(q_len, k_len, long_rows=call.group)
+    heads = call.near(block_q, block_k)
+    key_bytes = 2 * 4 * k_len * call.head_dim  # of a head: keys and values, in float32
+    if (block_q, block_k) == (q_len, k_len) and call.batch * call.kv_heads * key_bytes > _ALL_KEYS:
         if backward:
             block_k = min(k_len, 128)
         else:
-            in_cache = min(in_cache, max(1, _CACHED_KEYS // key_bytes))
-            if group * q_len == 1 and not shares_out_batches:
+            heads = min(heads, call.at_most(_CACHED_KEYS // key_bytes))
+            if call.group * q_len == 1 and not call.shares_out_batches:
                 block_k = min(k_len, 256)
-    if not (backward or shares_out_batches) and 64 * 64 < group * q_len * k_len <= 128 * 128:
-        heads = 1
-    elif by_example or heads > in_cache:
-        heads = min(kv_heads, in_cache)  # of one example: two of ten were slower than one or all
-    return Blocks(block_q, block_k, heads)
+    return Blocks(block_q, block_k, min(heads, call.kv_heads) if by_example else heads)
 
 
 def candidate_blocks(
@@ -168,29 +271,6 @@ _FORWARD_SIDES = ((64, 64), (128, 128), (256, 256), (512, 256))
 _FORWARD_SIDES_OF_ONE_HEAD = ((1024, 1024), (2048, 512))
 _BACKWARD_SIDES = ((128, 128), (256, 256), (384, 384), (256, 512), (512, 512))
 _BACKWARD_SIDES_OF_ONE_HEAD = ((512, 1024), (256, 2048))
-
-
-def _heads(batch: int, kv_heads: int, most: int) -> int:
-    """At most so many key heads: all of all examples, or some of one."""
-    return batch * kv_heads if batch * kv_heads <= most else min(kv_heads, most)
-
-
-def _tile_of_one_head(
-    q_len: int, k_len: int, group: int, *, causal: bool, backward: bool
-) -> tuple[int, int] | None:
-    """Queries and keys of a tile, where one head at a time is best; else None."""
-    if causal:
-        large = backward and group == 1 and min(q_len, k_len) >= _LONGEST_SIDE
-        return (_equal(q_len, 512), _equal(k_len, 512)) if large else None
-    if group * q_len * k_len <= _LEAST_HEAD:
-        return None
-    if not backward:
-        block_q = _equal(q_len, _LONGEST_SIDE // group)
-        return block_q, _nearest(k_len, _FORWARD_TILE / (block_q * group))
-    if min(group * q_len, k_len) < _LEAST_SIDE:
-        return None
-    block_k = _equal(k_len, _LONGEST_SIDE)
-    return _nearest(q_len, _BACKWARD_TILE / (block_k * group)), block_k
 
 
 def _equal(length: int, most: int) -> int:
