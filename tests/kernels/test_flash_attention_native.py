@@ -83,6 +83,8 @@ def naive(q, k, v, causal=False, softmax_scale=None, **options):
     if (ids := options.get("segment_ids")) is not None:
         of_keys = options.get("kv_segment_ids", ids)
         seen &= (ids[:, :, None] == of_keys[:, None, :])[:, None]
+    if (mask := options.get("mask")) is not None:
+        seen = seen & mask
     scores = jnp.where(seen, scores, -jnp.inf)
     if (sinks := options.get("sinks")) is not None:
         sink = jnp.broadcast_to(sinks[:, None, None], (batch, heads, q_len, 1))
@@ -171,6 +173,13 @@ def test_half_precision_accumulates_in_float32(dtype, tolerance):
     assert np.abs(np.asarray(out.astype(jnp.float32) - wanted)).max() <= worst + 1e-5
 
 
+def random_mask(*shape):
+    """Half of it is hidden, and all of some rows."""
+    numbers = np.random.default_rng(2)
+    rows = numbers.random((*shape[:3], 1)) < (0.8 if shape[2] > 1 else 2)
+    return jnp.asarray((numbers.random(shape) < 0.5) & rows)
+
+
 OPTIONS = {
     "window": {"window": (9, 4)},
     "window left": {"window": (9, None), "causal": True},
@@ -191,6 +200,13 @@ OPTIONS = {
         "kv_segment_ids": jnp.arange(106).reshape(2, 53) * 3 % 6,
         "causal": True,
     },
+    "mask": {"mask": random_mask(2, 4, 37, 53)},
+    "mask of all heads": {"mask": random_mask(2, 1, 37, 53), "causal": True},
+    "mask of all examples": {"mask": random_mask(1, 4, 37, 53), "logits_soft_cap": 1.5},
+    "mask of keys": {"mask": random_mask(2, 1, 1, 53), "window": (9, 4)},
+    "mask of queries": {"mask": random_mask(2, 4, 37, 1)},
+    "mask of blocks": {"mask": (jnp.arange(37)[:, None] // 12 == jnp.arange(53) // 17)[None, None]},
+    "mask that hides all": {"mask": jnp.zeros((1, 1, 1, 1), bool)},
     "scale": {"softmax_scale": -2.5},
     "everything": {
         "causal": True,
@@ -199,6 +215,7 @@ OPTIONS = {
         "kv_segment_ids": jnp.arange(106).reshape(2, 53) // 20,
         "q_lengths": jnp.array([30, 37]),
         "kv_lengths": jnp.array([40, 17]),
+        "mask": random_mask(2, 4, 37, 53),
         "logits_soft_cap": 2.0,
         "sinks": jnp.array([-3.0, 0.0, 2.0, 1.0]),
     },
@@ -241,6 +258,20 @@ def test_vmap_is_one_call_with_a_longer_batch():
 
     one_by_one = jnp.stack([jax.grad(loss)(x) for x in stacked[0]])
     np.testing.assert_allclose(jax.vmap(jax.grad(loss))(stacked[0]), one_by_one, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 4, 37, 53), (3, 1, 1, 37, 53), (3, 2, 1, 1, 53)])
+def test_vmap_over_masks(shape):
+    q, k, v = inputs(batch=6)
+    stacked = [x.reshape(3, 2, *x.shape[1:]) for x in (q, k, v)]
+    mask = random_mask(*shape[1:])
+    masks = jnp.stack([mask, ~mask, jnp.ones_like(mask)])
+    out, _ = jax.vmap(lambda q, k, v, mask: attention(q, k, v, mask=mask))(*stacked, masks)
+    for n in range(3):
+        wanted = attention(*(x[n] for x in stacked), mask=masks[n])[0]
+        np.testing.assert_array_equal(out[n], wanted)
+    same, _ = jax.vmap(lambda q, k, v: attention(q, k, v, mask=mask))(*stacked)
+    np.testing.assert_array_equal(same[0], out[0])
 
 
 def test_scan_and_remat():

@@ -75,7 +75,7 @@ def has_enough_rows(inv: Invocation[Any, Any]) -> str | None:
 
 CPU = Supports(
     dtypes=native.DTYPES,
-    without=("bias", "mask", "dropout_rate", "dropout_key", "sequence_axis"),
+    without=("bias", "dropout_rate", "dropout_key", "sequence_axis"),
     rules=(on_one_device, has_enough_rows, native_is_available),
 )
 

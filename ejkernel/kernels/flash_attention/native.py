@@ -1,6 +1,6 @@
 """Flash attention in C++: what XLA calls on CPU, with arrays in the forms that it expects.
 
-The source is in `cpp/`. Every option that is not served here (bias, mask, dropout) is left to the
+The source is in `cpp/`. Every option that is not served here (bias, dropout) is left to the
 XLA implementation; see `FlashAttentionOnCPU.supports_cpu` in `cpu.py`.
 
 Example:
@@ -40,6 +40,7 @@ def forward(
     kv_lengths: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     kv_segment_ids: jax.Array | None = None,
+    mask: jax.Array | None = None,
     logits_soft_cap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -58,6 +59,7 @@ def forward(
         kv_lengths: ``(batch,)``, keys that exist.
         segment_ids: ``(batch, q_len)``: a query sees the keys of its own segment only.
         kv_segment_ids: ``(batch, k_len)``; the same as ``segment_ids`` if not given.
+        mask: True where a query sees a key; ``(batch, q_heads, q_len, k_len)``, axes may be 1.
         logits_soft_cap: Scores ``s`` become ``c * tanh(s / c)``.
         sinks: ``(q_heads,)``, a logit per head that takes part in the denominator only.
 
@@ -72,7 +74,7 @@ def forward(
         q,
         k,
         v,
-        *_rows_and_keys(q_lengths, kv_lengths, segment_ids, kv_segment_ids),
+        *_what_is_seen(q_lengths, kv_lengths, segment_ids, kv_segment_ids, mask),
         _optional(sinks, jnp.float32),
     )
     out, lse = _call(
@@ -102,6 +104,7 @@ def backward(
     kv_lengths: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     kv_segment_ids: jax.Array | None = None,
+    mask: jax.Array | None = None,
     logits_soft_cap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
@@ -124,7 +127,7 @@ def backward(
         q,
         k,
         v,
-        *_rows_and_keys(q_lengths, kv_lengths, segment_ids, kv_segment_ids),
+        *_what_is_seen(q_lengths, kv_lengths, segment_ids, kv_segment_ids, mask),
         out.astype(q.dtype),
         dout.astype(q.dtype),
         lse,
@@ -184,15 +187,16 @@ def _of_one_dtype(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, 
     return tuple(x.astype(jnp.float32) for x in (q, k, v))
 
 
-def _rows_and_keys(
+def _what_is_seen(
     q_lengths: jax.Array | None,
     kv_lengths: jax.Array | None,
     segment_ids: jax.Array | None,
     kv_segment_ids: jax.Array | None,
+    mask: jax.Array | None,
 ) -> tuple[jax.Array, ...]:
     of_keys = segment_ids if kv_segment_ids is None else kv_segment_ids
     given = (q_lengths, kv_lengths, segment_ids, of_keys)
-    return tuple(_optional(array, jnp.int32) for array in given)
+    return (*(_optional(array, jnp.int32) for array in given), _optional(mask, jnp.bool_))
 
 
 def _optional(array: jax.Array | None, dtype: Any) -> jax.Array:

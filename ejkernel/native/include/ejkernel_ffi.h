@@ -15,7 +15,7 @@
 
 namespace ejkernel {
 
-enum class Type { float32, bfloat16, float16, int32, other };
+enum class Type { float32, bfloat16, float16, int32, boolean, other };
 
 struct Array {
   Type type;
@@ -100,6 +100,7 @@ class Call {
       case XLA_FFI_DataType_BF16: return Type::bfloat16;
       case XLA_FFI_DataType_F16: return Type::float16;
       case XLA_FFI_DataType_S32: return Type::int32;
+      case XLA_FFI_DataType_PRED: return Type::boolean;
       default: return Type::other;
     }
   }

@@ -49,6 +49,10 @@ EJ_INLINE uint16_t to_float16(float x) {
   return uint16_t(result | sign);
 }
 
+inline bool is_floating(Type type) {
+  return type == Type::float32 || type == Type::bfloat16 || type == Type::float16;
+}
+
 inline long bytes_of(Type type) { return type == Type::float32 ? 4 : 2; }
 
 // Rows lie pages apart, where no processor looks ahead by itself.

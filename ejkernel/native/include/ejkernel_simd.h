@@ -25,6 +25,7 @@ constexpr int REGISTERS = 16;
 
 typedef float vec __attribute__((vector_size(sizeof(float) * LANES)));
 typedef int32_t ivec __attribute__((vector_size(sizeof(int32_t) * LANES)));
+typedef int8_t bytes __attribute__((vector_size(LANES)));
 
 constexpr float INFINITE = __builtin_inff();
 constexpr float LOG2_E = 1.44269504088896341f;

@@ -161,19 +161,20 @@ class Backward {
           memset(m.k_panels + d * block_k_ + i * COLUMNS, 0, COLUMNS * sizeof(float));
     }
     for (long row = rows.begin; row < rows.end; row += block_q_)
-      add_tile(m, b, row, least(row + block_q_, rows.end), key, end);
+      add_tile(m, b, h, row, least(row + block_q_, rows.end), key, end);
     for (long i = 0; i < count; i++) {
       write_row(dk.data, dk.type, k.at(key + i), p.dim, m.dk + i * p.padded_dim);
       write_row(dv.data, dv.type, v.at(key + i), p.value_dim, m.dv + i * p.padded_value_dim);
     }
   }
 
-  void add_tile(const Memory& m, long b, long first, long last, long key, long key_end) const {
+  void add_tile(const Memory& m, long b, long h, long first, long last, long key,
+                long key_end) const {
     StripMask masks[MOST_ROWS / ROWS];
     const long strips = (last - first) / ROWS;
     bool any = false;
     for (long s = 0; s < strips; s++) {
-      masks[s] = StripMask(p, b, first + s * ROWS);
+      masks[s] = StripMask(p, b, h, first + s * ROWS);
       any = any || (masks[s].begin < key_end && masks[s].end > key);
     }
     if (!any) return;

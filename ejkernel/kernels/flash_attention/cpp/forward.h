@@ -72,7 +72,7 @@ class Forward {
     memset(sums, 0, count * ROWS * p.padded_value_dim * sizeof(float));
     long begin = p.k_len, end = 0;
     for (long s = 0; s < count; s++) {
-      masks[s] = StripMask(p, b, first + s * ROWS);
+      masks[s] = StripMask(p, b, h, first + s * ROWS);
       begin = least(begin, masks[s].begin), end = most(end, masks[s].end);
     }
     for (long key = begin / COLUMNS * COLUMNS; key < end; key += block_k_)

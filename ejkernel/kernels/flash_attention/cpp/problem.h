@@ -11,6 +11,18 @@ struct Seen {
   int32_t begin, end;
 };
 
+// True where a query may see a key: (batch, heads, queries, keys), of which axes may be 1.
+struct Mask {
+  const uint8_t* data = nullptr;  // null: no mask
+  long heads, queries, keys;
+  long same_for;  // examples that follow each other and have the same
+
+  const uint8_t* row(long b, long head, long query) const {
+    const long h = heads == 1 ? 0 : head, q = queries == 1 ? 0 : query;
+    return data + ((b / same_for * heads + h) * queries + q) * keys;
+  }
+};
+
 struct Problem {
   long batch, q_len, k_len, heads, kv_heads, group, dim, value_dim;
   long padded_keys, padded_dim, padded_value_dim;
@@ -20,6 +32,7 @@ struct Problem {
   Array q, k, v;
   const int32_t *q_lengths, *kv_lengths, *q_segments, *k_segments;  // or null
   const float* sinks;                                               // or null
+  Mask mask;
 
   // The rows of a key head: its queries, each with all the heads of the group.
   long rows() const { return q_len * group; }
@@ -55,7 +68,7 @@ struct Problem {
   const char* read(const Call& call) {
     q = call.argument(0), k = call.argument(1), v = call.argument(2);
     if (q.rank < 4 || k.rank != q.rank || v.rank != q.rank) return "q, k, v must have four axes";
-    if (q.type == Type::other || q.type == Type::int32 || k.type != q.type || v.type != q.type)
+    if (!is_floating(q.type) || k.type != q.type || v.type != q.type)
       return "q, k, v must be float32, bfloat16 or float16, all of them the same";
     q_len = q.last(3), heads = q.last(2), dim = q.last(1);
     k_len = k.last(3), kv_heads = k.last(2), value_dim = v.last(1);
@@ -74,6 +87,21 @@ struct Problem {
     kv_lengths = optional<int32_t>(call.argument(4));
     q_segments = optional<int32_t>(call.argument(5));
     k_segments = optional<int32_t>(call.argument(6));
+    return read_mask(call.argument(7));
+  }
+
+  const char* read_mask(const Array& x) {
+    if (x.size() == 0) return nullptr;
+    mask.heads = x.last(3), mask.queries = x.last(2), mask.keys = x.last(1);
+    const long of_an_example = mask.heads * mask.queries * mask.keys;
+    const long examples = of_an_example ? x.size() / of_an_example : 0;
+    // vmap adds the same axes to all arrays, so one mask for all its examples is repeated.
+    if (x.type != Type::boolean || (mask.heads != 1 && mask.heads != heads) ||
+        (mask.queries != 1 && mask.queries != q_len) || (mask.keys != 1 && mask.keys != k_len) ||
+        examples == 0 || batch % examples)
+      return "mask must be boolean and broadcast to (batch, heads, q_len, kv_len)";
+    mask.data = optional<uint8_t>(x);
+    mask.same_for = batch / examples;
     return nullptr;
   }
 
@@ -108,17 +136,24 @@ struct StripMask {
   long begin, end;          // keys that any row sees
   long all_begin, all_end;  // keys that all rows see
   const int32_t* ids;       // segments of the keys, or null
+  const uint8_t* allowed[ROWS];  // the rows of the mask
+  bool masked;                   // there are such rows
   long k_len;
 
   StripMask() = default;
-  StripMask(const Problem& p, long b, long row) {
+  StripMask(const Problem& p, long b, long h, long row) {
     ids = p.has_segments() ? p.k_segments + b * p.k_len : nullptr;
+    masked = p.mask.data != nullptr && p.mask.keys > 1;
     k_len = p.k_len;
     begin = all_end = p.k_len, end = all_begin = 0;
     for (long r = 0; r < ROWS; r++) {
       // Rows that only fill up the strip see what the last real one sees.
       const long real = ejkernel::least(row + r, p.rows() - 1);
       seen[r] = p.seen(b, real);
+      if (p.mask.data) {
+        allowed[r] = p.mask.row(b, h * p.group + real % p.group, real / p.group);
+        if (!masked && !*allowed[r]) seen[r] = {0, 0};
+      }
       segment[r] = ids ? p.q_segment(b, real) : 0;
       if (seen[r].begin < seen[r].end) {
         begin = ejkernel::least(begin, seen[r].begin), end = ejkernel::most(end, seen[r].end);
@@ -130,10 +165,12 @@ struct StripMask {
   }
 
   bool sees(long key) const {
-    return key < end && key + COLUMNS > begin && !(ids && own.disjoint(of_keys(key)));
+    return key < end && key + COLUMNS > begin && !(ids && own.disjoint(of_keys(key))) &&
+           (!masked || allows_some_of(key));
   }
   bool hides_some_of(long key) const {
     if (key < all_begin || key + COLUMNS > all_end) return true;
+    if (masked && !allows_all_of(key)) return true;
     if (ids == nullptr) return false;
     const Segments keys = of_keys(key);
     return !own.one() || !keys.one() || own.least != keys.least;
@@ -151,9 +188,32 @@ struct StripMask {
     return segments_of(ids + key, ejkernel::least(COLUMNS, k_len - key));
   }
 
+  // Of all rows; keys that do not exist are not allowed.
+  bool allows_some_of(long key) const {
+    const long count = ejkernel::least(COLUMNS, k_len - key);
+    uint8_t found = 0;
+    for (int r = 0; r < ROWS; r++)
+      for (long c = 0; c < count; c++) found |= allowed[r][key + c];
+    return found;
+  }
+  bool allows_all_of(long key) const {  // where all of them exist
+    uint8_t found = 1;
+    for (int r = 0; r < ROWS; r++)
+      for (long c = 0; c < COLUMNS; c++) found &= allowed[r][key + c];
+    return found;
+  }
+
   EJ_INLINE ivec visible(int r, long key) const {
     ivec keys = counting() + int32_t(key);
     ivec mask = (keys >= all(seen[r].begin)) & (keys < all(seen[r].end));
+    if (masked) {
+      bytes found = {};
+      if (key + LANES <= k_len)
+        memcpy(&found, allowed[r] + key, LANES);
+      else
+        for (long c = 0; key + c < k_len; c++) found[c] = allowed[r][key + c];
+      mask &= __builtin_convertvector(found, ivec) != 0;
+    }
     if (ids == nullptr) return mask;
     ivec found = {};
     for (long c = 0; c < LANES && key + c < k_len; c++) found[c] = ids[key + c];
