@@ -23,6 +23,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import jax
 
+from benchmarks.resident import resident_bytes
 from benchmarks.side_by_side import (
     OURS,
     Bound,
@@ -60,7 +61,8 @@ def run_one(operation: str, comparison: Comparison, seconds: float) -> list[dict
         arguments = comparison.arguments()
         mine = temporary_bytes(comparison.ours, arguments)
         theirs = temporary_bytes(comparison.peers[peer], arguments)
-        rows.append(_memory_row(operation, comparison.name, peer, mine, theirs, limit))
+        name = f"{comparison.name}, temporary MiB"
+        rows.append(_memory_row(operation, name, peer, mine, theirs, limit))
     return rows
 
 
@@ -80,15 +82,22 @@ def _row(operation: str, name: str, times: Mapping[str, Times], ratio: Ratio) ->
 
 
 def run_bound(operation: str, bound: Bound) -> dict[str, Any]:
-    """The temporary memory of a call, as a share of what is promised."""
-    arguments = bound.arguments()
-    compiled = jax.jit(bound.function).lower(*arguments).compile()
-    used = compiled.memory_analysis().temp_size_in_bytes
-    if bound.check is not None:
-        bound.check(compiled(*arguments), *arguments)
+    """The temporary memory of a call, as a share of what is promised.
+
+    Of kernels that take memory by themselves, all that the process grows by, results included.
+    """
+    if bound.compiler_knows:
+        arguments = bound.arguments()
+        compiled = jax.jit(bound.function).lower(*arguments).compile()
+        used = compiled.memory_analysis().temp_size_in_bytes
+        if bound.check is not None:
+            bound.check(compiled(*arguments), *arguments)
+    else:
+        used = resident_bytes(bound.function, bound.arguments, bound.check)
+    name = f"{bound.name}, {'temporary' if bound.compiler_knows else 'with results,'} MiB"
     if bound.mib is None:
-        return _memory_row(operation, bound.name, "none", used, used, None)
-    return _memory_row(operation, bound.name, "the limit", used, bound.mib * 2**20, 1.0)
+        return _memory_row(operation, name, "none", used, used, None)
+    return _memory_row(operation, name, "the limit", used, bound.mib * 2**20, 1.0)
 
 
 def _memory_row(
@@ -97,7 +106,7 @@ def _memory_row(
     ratio = mine / max(theirs, 1)  # a program may need nothing
     return {
         "operation": operation,
-        "name": f"{name}, temporary MiB",
+        "name": name,
         "peer": peer,
         "ours_ms": mine / 2**20,
         "peer_ms": theirs / 2**20,

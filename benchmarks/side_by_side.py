@@ -61,6 +61,7 @@ class Bound:
       arguments: makes the arguments, or what is known of them, when they are needed.
       mib: the most that is promised; None: nothing is.
       check: raises unless the result, which it is given with the arguments, is right.
+      compiler_knows: False if a kernel takes memory by itself: then it is run, and counted.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Bound:
     arguments: Callable[[], tuple[Any, ...]]
     mib: float | None
     check: Callable[..., None] | None = None
+    compiler_knows: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pathlib
 import random
+import re
 import statistics
 import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
@@ -159,9 +161,36 @@ def test_a_program_may_need_nothing(mib, verdict):
     assert (row["verdict"], row["ours_ms"], row["best"]) == (verdict, 0, 0)
 
 
-def test_a_bound_that_is_run_is_checked():
-    def refuse(result, x):
-        raise AssertionError(f"{result} is wrong for {x}")
+def one():
+    return (jnp.ones(()),)
 
-    with pytest.raises(AssertionError, match="is wrong for"):
-        run_bound("none", Bound("one", lambda x: x + 1, lambda: (jnp.ones(()),), 1.0, refuse))
+
+def plus_one(x):
+    return x + 1
+
+
+def refuse(result, x):
+    raise AssertionError(f"{result} is wrong for {x}")
+
+
+@pytest.mark.parametrize("compiler_knows", [True, False])
+def test_a_bound_that_is_run_is_checked(compiler_knows):
+    with pytest.raises(AssertionError, match=re.escape("2.0 is wrong for 1.0")):
+        run_bound("none", Bound("one", plus_one, one, 1.0, refuse, compiler_knows))
+
+
+def takes_forty_mib_by_itself(x):
+    def kernel(x):
+        return np.full(5 * 2**20, x, np.float64).sum().astype(np.float32)
+
+    return jax.pure_callback(kernel, jax.ShapeDtypeStruct((), jnp.float32), x)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="read from /proc")
+def test_memory_that_the_compiler_does_not_see_is_counted():
+    unseen = run_bound("none", Bound("by itself", takes_forty_mib_by_itself, one, 20.0))
+    assert (unseen["verdict"], unseen["ours_ms"]) == ("kept", pytest.approx(0, abs=1))
+    counted = Bound("by itself", takes_forty_mib_by_itself, one, 20.0, compiler_knows=False)
+    row = run_bound("none", counted)
+    assert row["verdict"] == "missed"
+    assert 38 <= row["ours_ms"] < 60  # the system counts by and by

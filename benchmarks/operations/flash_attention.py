@@ -35,7 +35,7 @@ def _implementations() -> list[str]:
 
 
 def comparisons() -> Iterator[Comparison]:
-    """8 heads of 64, float32: the sizes of the promise, and short, long and many sequences."""
+    """8 heads of 64, float32: the sizes of the promise; short, long and many sequences; masks."""
     names = _implementations()
     for name, length, causal in itertools.product(
         names, (1024, 2048, 4096, 256, 512), (False, True)
@@ -46,11 +46,35 @@ def comparisons() -> Iterator[Comparison]:
     for name, (batch, length) in itertools.product(names, ((8, 256), (4, 1024))):
         yield _comparison(name, batch, length, True, backward=False, promised=False)
         yield _comparison(name, batch, length, True, backward=True, promised=False)
+    for name, kind, backward in itertools.product(names, MASKS, (False, True)):
+        yield _comparison(name, 4, 1024, False, backward=backward, promised=False, masked=kind)
+
+
+MASKS = ("padded", "random mask")
+
+
+def _mask(kind: str | None, batch: int, length: int) -> np.ndarray[Any, Any] | None:
+    """The ends of sequences of different lengths hidden, or half of everything at random."""
+    if kind is None:
+        return None
+    if kind == "padded":
+        lengths = np.linspace(length // 2, length, batch).astype(int)
+        return (np.arange(length) < lengths[:, None])[:, None, None, :]
+    return np.random.default_rng(0).random((1, 1, length, length)) < 0.5
 
 
 def _comparison(
-    implementation: str, batch: int, length: int, causal: bool, *, backward: bool, promised: bool
+    implementation: str,
+    batch: int,
+    length: int,
+    causal: bool,
+    *,
+    backward: bool,
+    promised: bool,
+    masked: str | None = None,
 ) -> Comparison:
+    mask = _mask(masked, batch, length)
+
     def arguments() -> tuple[jax.Array, ...]:
         shape = (batch, length, 8, 64)
         return tuple(
@@ -67,9 +91,9 @@ def _comparison(
 
         return both if backward else forward
 
-    peers = {"jax.nn": of(partial(jax.nn.dot_product_attention, is_causal=causal))}
+    peers = {"jax.nn": of(partial(jax.nn.dot_product_attention, is_causal=causal, mask=mask))}
     if importlib.util.find_spec("torch"):
-        peers["torch"] = outside_jax(_torch(causal, backward=backward))
+        peers["torch"] = outside_jax(_torch(causal, mask, backward=backward))
     table = PROMISED | PROMISED_IF_CAUSAL if causal else PROMISED
     limits = {
         peer: table[implementation, peer][backward]
@@ -78,9 +102,10 @@ def _comparison(
     }
     direction = "forward+backward" if backward else "forward"
     return Comparison(
-        name=f"{direction} batch {batch} length {length} {'causal' if causal else 'full'}, "
+        name=f"{direction} batch {batch} length {length} "
+        f"{masked or ('causal' if causal else 'full')}, "
         f"{'C++' if implementation == 'cpu' else 'XLA'}",
-        ours=of(partial(flash_attention, causal=causal, implementation=implementation)),
+        ours=of(partial(flash_attention, causal=causal, mask=mask, implementation=implementation)),
         peers=peers,
         arguments=arguments,
         limits=limits,
@@ -101,6 +126,7 @@ def bounds() -> Iterator[Bound]:
                 arguments=partial(_long, length),
                 mib=mib,
                 check=_check_last if causal and length == 32768 else None,
+                compiler_knows=name != "cpu",
             )
 
 
@@ -129,9 +155,13 @@ def _check_last(result: Any, q: jax.Array, k: jax.Array, v: jax.Array, queries: 
     assert all(bool(jnp.all(jnp.isfinite(x))) for x in (dk, dv))
 
 
-def _torch(causal: bool, *, backward: bool) -> Callable[..., Any]:
+def _torch(
+    causal: bool, mask: np.ndarray[Any, Any] | None, *, backward: bool
+) -> Callable[..., Any]:
     """torch's attention on `(batch, length, heads, dim)` arrays, with as many threads as XLA."""
     import torch
+
+    shown = None if mask is None else torch.from_numpy(mask)
 
     def run(*arrays: Any) -> Any:
         q, k, v, dout = (torch.from_dlpack(x).transpose(1, 2) for x in arrays)
@@ -144,7 +174,9 @@ def _torch(causal: bool, *, backward: bool) -> Callable[..., Any]:
         return tuple(_as_ours(x.detach()) for x in (out, *gradients))
 
     def _attention(q: Any, k: Any, v: Any) -> Any:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=shown, is_causal=causal
+        )
 
     def _as_ours(x: Any) -> Any:
         return x.transpose(1, 2).numpy()  # a view, no copy
