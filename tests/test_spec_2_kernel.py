@@ -881,6 +881,41 @@ def test_a_keyword_array_that_is_not_differentiated_needs_no_gradient(form):
         assert_trees_close(got, 4 * biased(XS, bias=BIAS, scale=2.0))
 
 
+def test_a_rule_that_asks_is_told_which_keywords_are_differentiated():
+    told = []
+
+    class Told(Kernel[Block, jax.Array]):
+        def run(self, x, *, bias, scale, cfg):
+            return biased(x, bias=bias, scale=scale)
+
+        def heuristic_cfg(self, inv):
+            return Block()
+
+        def fwd_with_residuals(self, x, *, bias, scale, cfg):
+            return biased(x, bias=bias, scale=scale), None
+
+        def vjp(self, residuals, out, dout, x, *, bias, scale, cfg, differentiated):
+            told.append(differentiated)
+            return biased_gradients((x,), {"bias": bias, "scale": scale}, (dout,))
+
+    kernel = Told()
+
+    def total(x, bias, scale):
+        return jnp.sum(jnp.sin(kernel(x, bias=bias, scale=scale)))
+
+    def plain(x, bias, scale):
+        return jnp.sum(jnp.sin(biased(x, bias=bias, scale=scale)))
+
+    for argnums, names in ((0, set()), (1, {"bias"}), ((0, 1), {"bias"})):
+        for wrap in (lambda f: f, jax.jit, jax.checkpoint):
+            got = wrap(jax.grad(total, argnums))(XS, BIAS, 2.5)
+            assert_trees_close(got, jax.grad(plain, argnums)(XS, BIAS, 2.5))
+            assert told[-1] == names
+    half = {**BIAS, "b": jax.lax.stop_gradient(BIAS["b"])}
+    jax.grad(lambda c: total(XS, {**half, "c": c}, 2.5))(BIAS["c"])
+    assert told[-1] == {"bias"}
+
+
 @both_forms
 def test_an_explicit_none_for_a_keyword_array_is_zero(form):
     kernel = form(biased, lambda args, kwargs, cotangents: (cotangents[0], {"bias": None}))

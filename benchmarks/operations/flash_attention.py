@@ -35,7 +35,7 @@ def _implementations() -> list[str]:
 
 
 def comparisons() -> Iterator[Comparison]:
-    """8 heads of 64, float32: the sizes of the promise; short, long and many sequences; masks."""
+    """8 heads of 64, float32: the sizes of the promise; short, long and many sequences; tables."""
     names = _implementations()
     for name, length, causal in itertools.product(
         names, (1024, 2048, 4096, 256, 512), (False, True)
@@ -46,21 +46,36 @@ def comparisons() -> Iterator[Comparison]:
     for name, (batch, length) in itertools.product(names, ((8, 256), (4, 1024))):
         yield _comparison(name, batch, length, True, backward=False, promised=False)
         yield _comparison(name, batch, length, True, backward=True, promised=False)
-    for name, kind, backward in itertools.product(names, MASKS, (False, True)):
-        yield _comparison(name, 4, 1024, False, backward=backward, promised=False, masked=kind)
+    for name, kind, backward in itertools.product(names, TABLES, (False, True)):
+        yield _comparison(name, 4, 1024, False, backward=backward, promised=False, table=kind)
 
 
-MASKS = ("padded", "random mask")
+Table = dict[str, np.ndarray[Any, Any]]  # the keyword that it is given as
 
 
-def _mask(kind: str | None, batch: int, length: int) -> np.ndarray[Any, Any] | None:
-    """The ends of sequences of different lengths hidden, or half of everything at random."""
-    if kind is None:
-        return None
-    if kind == "padded":
-        lengths = np.linspace(length // 2, length, batch).astype(int)
-        return (np.arange(length) < lengths[:, None])[:, None, None, :]
-    return np.random.default_rng(0).random((1, 1, length, length)) < 0.5
+def _padded(batch: int, length: int) -> Table:
+    """The ends of sequences of different lengths, hidden."""
+    lengths = np.linspace(length // 2, length, batch).astype(int)
+    return {"mask": (np.arange(length) < lengths[:, None])[:, None, None, :]}
+
+
+def _random(batch: int, length: int) -> Table:
+    """Half of everything, hidden."""
+    return {"mask": np.random.default_rng(0).random((1, 1, length, length)) < 0.5}
+
+
+def _alibi(batch: int, length: int) -> Table:
+    """A bias by distance, another factor for each of 8 heads; it is not learned."""
+    distance = np.abs(np.arange(length)[:, None] - np.arange(length))
+    slopes = -np.exp2(-np.arange(1.0, 9.0))[:, None, None]
+    return {"bias": (slopes * distance)[None].astype(np.float32)}
+
+
+TABLES: dict[str, Callable[[int, int], Table]] = {
+    "padded": _padded,
+    "random mask": _random,
+    "ALiBi": _alibi,
+}
 
 
 def _comparison(
@@ -71,9 +86,9 @@ def _comparison(
     *,
     backward: bool,
     promised: bool,
-    masked: str | None = None,
+    table: str | None = None,
 ) -> Comparison:
-    mask = _mask(masked, batch, length)
+    given = TABLES[table](batch, length) if table else {}
 
     def arguments() -> tuple[jax.Array, ...]:
         shape = (batch, length, 8, 64)
@@ -91,21 +106,21 @@ def _comparison(
 
         return both if backward else forward
 
-    peers = {"jax.nn": of(partial(jax.nn.dot_product_attention, is_causal=causal, mask=mask))}
+    peers = {"jax.nn": of(partial(jax.nn.dot_product_attention, is_causal=causal, **given))}
     if importlib.util.find_spec("torch"):
-        peers["torch"] = outside_jax(_torch(causal, mask, backward=backward))
-    table = PROMISED | PROMISED_IF_CAUSAL if causal else PROMISED
+        peers["torch"] = outside_jax(_torch(causal, given, backward=backward))
+    promises = PROMISED | PROMISED_IF_CAUSAL if causal else PROMISED
     limits = {
-        peer: table[implementation, peer][backward]
+        peer: promises[implementation, peer][backward]
         for peer in peers
-        if promised and (implementation, peer) in table
+        if promised and (implementation, peer) in promises
     }
     direction = "forward+backward" if backward else "forward"
     return Comparison(
         name=f"{direction} batch {batch} length {length} "
-        f"{masked or ('causal' if causal else 'full')}, "
+        f"{table or ('causal' if causal else 'full')}, "
         f"{'C++' if implementation == 'cpu' else 'XLA'}",
-        ours=of(partial(flash_attention, causal=causal, mask=mask, implementation=implementation)),
+        ours=of(partial(flash_attention, causal=causal, implementation=implementation, **given)),
         peers=peers,
         arguments=arguments,
         limits=limits,
@@ -155,13 +170,11 @@ def _check_last(result: Any, q: jax.Array, k: jax.Array, v: jax.Array, queries: 
     assert all(bool(jnp.all(jnp.isfinite(x))) for x in (dk, dv))
 
 
-def _torch(
-    causal: bool, mask: np.ndarray[Any, Any] | None, *, backward: bool
-) -> Callable[..., Any]:
+def _torch(causal: bool, given: Table, *, backward: bool) -> Callable[..., Any]:
     """torch's attention on `(batch, length, heads, dim)` arrays, with as many threads as XLA."""
     import torch
 
-    shown = None if mask is None else torch.from_numpy(mask)
+    table = next((torch.from_numpy(x) for x in given.values()), None)  # a mask or a bias
 
     def run(*arrays: Any) -> Any:
         q, k, v, dout = (torch.from_dlpack(x).transpose(1, 2) for x in arrays)
@@ -175,7 +188,7 @@ def _torch(
 
     def _attention(q: Any, k: Any, v: Any) -> Any:
         return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=shown, is_causal=causal
+            q, k, v, attn_mask=table, is_causal=causal
         )
 
     def _as_ours(x: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import jax
@@ -69,14 +71,22 @@ def agree(
     options: dict[str, Any],
     cfg: FlashAttentionConfig | None = BLOCKS,
     tolerance: float = 3e-5,
+    attention: Callable[..., Any] | None = None,
+    constant: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Check the outputs and the gradients of everything that has one; returns the gradients."""
-    learned = {name: options[name] for name in ("bias", "sinks") if name in options}
+    """Check the outputs and the gradients of everything that has one; returns the gradients.
+
+    They are those of `flash_attention` with a config, or of the attention that is given; options
+    that are `constant` are not differentiated.
+    """
+    ours = attention or partial(flash_attention, **({"cfg": cfg} if cfg else {}))
+    names = {"bias", "sinks"} & set(options) - set(constant)
+    learned = {name: options[name] for name in sorted(names)}
     fixed = {name: x for name, x in options.items() if name not in learned}
 
-    def loss_and_out(attention: Any, extra: dict[str, Any]) -> Any:
+    def loss_and_out(attention: Any) -> Any:
         def loss(inputs: dict[str, jax.Array]) -> Any:
-            out = attention(**inputs, **fixed, **extra)
+            out = attention(**inputs, **fixed)
             parts = out if isinstance(out, tuple) else (out,)
             total = jnp.float32(0)
             for seed, part in enumerate(parts):
@@ -87,8 +97,8 @@ def agree(
         gradient = jax.value_and_grad(loss, has_aux=True)
         return jax.jit(gradient, compiler_options=QUICK)({**inputs, **learned})
 
-    (_, got), got_gradients = loss_and_out(flash_attention, {"cfg": cfg} if cfg else {})
-    (_, wanted), wanted_gradients = loss_and_out(naive, {})
+    (_, got), got_gradients = loss_and_out(ours)
+    (_, wanted), wanted_gradients = loss_and_out(naive)
     pairs = [("out", got[0], wanted[0]), *zip(("lse",), got[1:], wanted[1:], strict=False)]
     pairs += [(f"d{n}", got_gradients[n], wanted_gradients[n]) for n in wanted_gradients]
     for name, mine, truth in pairs:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pathlib
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -15,32 +12,18 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from ejkernel import native
 from ejkernel.kernels.flash_attention import FlashAttention, FlashAttentionConfig
 from ejkernel.modules import flash_attention
 from ejkernel.ops import BwdParams, FwdParams, NotSupported, Tuner, policy_override
 from ejkernel.ops.tuner.outcome import Verdict
 from ejkernel.ops.tuner.session import tune_invocation
 
-# One for all tests and all runs: building is safe when several begin at once, and a library is
-# found again only if nothing has changed.
-BUILT = pathlib.Path(tempfile.gettempdir()) / f"ejkernel-tests-{os.getuid()}"
+pytestmark = pytest.mark.usefixtures("native_library")
 
 KERNEL = FlashAttention()
 SMALL = FlashAttentionConfig(
     FwdParams(q_blocksize=24, kv_blocksize=32), BwdParams(q_blocksize=12, kv_blocksize=48)
 )
-
-
-@pytest.fixture(autouse=True)
-def built(monkeypatch):
-    if isinstance(found := native.find_compiler(), str):
-        pytest.skip(found)
-    own = os.environ["EJKERNEL_CACHE_DIR"]
-    monkeypatch.setenv("EJKERNEL_NATIVE", "auto")
-    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(BUILT))
-    assert native.why_not(native.FLASH_ATTENTION) is None
-    monkeypatch.setenv("EJKERNEL_CACHE_DIR", own)
 
 
 def attention(q, k, v, causal=False, softmax_scale=None, cfg=SMALL, **options):
@@ -67,6 +50,9 @@ def naive(q, k, v, causal=False, softmax_scale=None, **options):
     scores = scale * jnp.einsum("bqhd,bkhd->bhqk", q, k, precision="highest")
     if (cap := options.get("logits_soft_cap")) is not None:
         scores = cap * jnp.tanh(scores / cap)
+    if (bias := options.get("bias")) is not None:
+        scores = scores + bias
+        options["mask"] = options.get("mask", True) & (bias > -jnp.inf)
     row, key = jnp.arange(q_len)[:, None], jnp.arange(k_len)[None, :]
     seen = jnp.ones((batch, 1, q_len, k_len), bool)
     left, right = options.get("window") or (None, None)
@@ -114,13 +100,14 @@ def inputs(
     return [jnp.asarray(numbers.standard_normal(shape), dtype) for shape in shapes]
 
 
-def compare(arrays, tolerance=2e-5, cfg=SMALL, **options):
-    """Output, log-sum-exp and the gradients of q, k, v (and sinks) through both outputs."""
+def compare(arrays, tolerance=2e-5, cfg=SMALL, constant=(), **options):
+    """Output, log-sum-exp and the gradients of q, k, v, bias and sinks through both outputs."""
     numbers = np.random.default_rng(1)
     q, _, v = arrays
     d_out = jnp.asarray(numbers.standard_normal((*q.shape[:3], v.shape[3])), jnp.float32)
     d_lse = jnp.asarray(numbers.standard_normal((q.shape[0], q.shape[2], q.shape[1])), jnp.float32)
-    learned = {"sinks": options.pop("sinks")} if "sinks" in options else {}
+    names = {"bias", "sinks"} & set(options) - set(constant)
+    learned = {name: options.pop(name) for name in sorted(names)}
 
     def run(function):
         def loss(arrays, learned):
@@ -180,6 +167,10 @@ def random_mask(*shape):
     return jnp.asarray((numbers.random(shape) < 0.5) & rows)
 
 
+def random_bias(*shape):
+    return jnp.asarray(np.random.default_rng(3).standard_normal(shape), jnp.float32)
+
+
 OPTIONS = {
     "window": {"window": (9, 4)},
     "window left": {"window": (9, None), "causal": True},
@@ -207,6 +198,12 @@ OPTIONS = {
     "mask of queries": {"mask": random_mask(2, 4, 37, 1)},
     "mask of blocks": {"mask": (jnp.arange(37)[:, None] // 12 == jnp.arange(53) // 17)[None, None]},
     "mask that hides all": {"mask": jnp.zeros((1, 1, 1, 1), bool)},
+    "bias": {"bias": random_bias(2, 4, 37, 53)},
+    "bias of all heads": {"bias": random_bias(2, 1, 37, 53), "causal": True},
+    "bias of all examples": {"bias": random_bias(1, 4, 37, 53), "logits_soft_cap": 1.5},
+    "bias of keys": {"bias": random_bias(1, 1, 1, 53), "window": (9, 4)},
+    "bias of queries": {"bias": random_bias(2, 4, 37, 1), "mask": random_mask(2, 1, 37, 53)},
+    "bias that hides": {"bias": jnp.where(random_mask(2, 4, 37, 53), 0.5, -jnp.inf)},
     "scale": {"softmax_scale": -2.5},
     "everything": {
         "causal": True,
@@ -216,6 +213,7 @@ OPTIONS = {
         "q_lengths": jnp.array([30, 37]),
         "kv_lengths": jnp.array([40, 17]),
         "mask": random_mask(2, 4, 37, 53),
+        "bias": random_bias(2, 4, 37, 53),
         "logits_soft_cap": 2.0,
         "sinks": jnp.array([-3.0, 0.0, 2.0, 1.0]),
     },
@@ -225,6 +223,25 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options_equal_the_reference(options):
     compare(inputs(), **options)
+
+
+@pytest.mark.parametrize("name", [name for name, options in OPTIONS.items() if "bias" in options])
+def test_a_bias_without_a_gradient_equals_the_reference(name):
+    compare(inputs(), **OPTIONS[name], constant={"bias"})
+
+
+@pytest.mark.parametrize(("learned", "program"), [("q", "cpu"), ("bias", "xla")])
+def test_only_the_gradient_of_a_bias_is_left_to_xla(learned, program):
+    q, k, v = inputs()
+    arguments = {"q": q, "bias": random_bias(2, 4, 37, 53)}
+
+    def loss(x):
+        given = {**arguments, learned: x}
+        return attention(given.pop("q"), k, v, **given)[0].sum()
+
+    text = jax.jit(jax.grad(loss)).lower(arguments[learned]).as_text()
+    assert "ejkernel_flash_attention_forward" in text
+    assert ("ejkernel_flash_attention_backward" in text) == (program == "cpu")
 
 
 def test_scores_that_jump_upwards_are_followed():
@@ -260,17 +277,20 @@ def test_vmap_is_one_call_with_a_longer_batch():
     np.testing.assert_allclose(jax.vmap(jax.grad(loss))(stacked[0]), one_by_one, atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(3, 2, 4, 37, 53), (3, 1, 1, 37, 53), (3, 2, 1, 1, 53)])
-def test_vmap_over_masks(shape):
+@pytest.mark.parametrize("name", ["mask", "bias"])
+@pytest.mark.parametrize("shape", [(2, 4, 37, 53), (1, 1, 37, 53), (2, 1, 1, 53)])
+def test_vmap_over_masks_and_biases(name, shape):
     q, k, v = inputs(batch=6)
     stacked = [x.reshape(3, 2, *x.shape[1:]) for x in (q, k, v)]
-    mask = random_mask(*shape[1:])
-    masks = jnp.stack([mask, ~mask, jnp.ones_like(mask)])
-    out, _ = jax.vmap(lambda q, k, v, mask: attention(q, k, v, mask=mask))(*stacked, masks)
+    mask, bias = random_mask(*shape), random_bias(*shape)
+    one = {"mask": mask, "bias": bias}[name]
+    many = {"mask": [mask, ~mask, mask | True], "bias": [bias, -bias, 0 * bias]}[name]
+    tables = jnp.stack(many)
+    out, _ = jax.vmap(lambda q, k, v, table: attention(q, k, v, **{name: table}))(*stacked, tables)
     for n in range(3):
-        wanted = attention(*(x[n] for x in stacked), mask=masks[n])[0]
+        wanted, _ = attention(*(x[n] for x in stacked), **{name: tables[n]})
         np.testing.assert_array_equal(out[n], wanted)
-    same, _ = jax.vmap(lambda q, k, v: attention(q, k, v, mask=mask))(*stacked)
+    same, _ = jax.vmap(lambda q, k, v: attention(q, k, v, **{name: one}))(*stacked)
     np.testing.assert_array_equal(same[0], out[0])
 
 

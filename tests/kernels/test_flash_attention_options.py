@@ -1,4 +1,4 @@
-"""Every option of `flash_attention`, alone and combined: values and gradients of the reference."""
+"""Every option of `flash_attention`: values and gradients of the reference."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from attention_cases import (
     integers,
     normal,
 )
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from ejkernel.kernels.flash_attention.options import Options
 from ejkernel.kernels.flash_attention.tile import Tile
@@ -63,60 +61,6 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
 def test_an_option(options: dict[str, Any]) -> None:
     agree(arrays(), options)
-
-
-ANY: dict[str, st.SearchStrategy[dict[str, Any]]] = {
-    "causal": st.just({"causal": True}),
-    "window": st.tuples(st.integers(0, 9), st.just(0)).map(lambda w: {"window": w}),
-    "scale": st.just({"softmax_scale": 0.7}),
-    "bias": st.tuples(*[st.booleans()] * 4).map(lambda whole: {"bias": whole}),
-    "mask": st.tuples(*[st.booleans()] * 4).map(lambda whole: {"mask": whole}),
-    "segments": st.booleans().map(lambda ordered: {"segments": ordered}),
-    "cap": st.just({"logits_soft_cap": 1.5}),
-    "sinks": st.just({"sinks": True}),
-    "q_lengths": st.just({"q_lengths": True}),
-    "kv_lengths": st.just({"kv_lengths": True}),
-    "dropout": st.just({"dropout_rate": 0.4, "dropout_key": KEY}),
-    "lse": st.just({"return_lse": True}),
-}
-COMBINED = st.sets(st.sampled_from(sorted(ANY)), min_size=4).flatmap(
-    lambda names: st.tuples(*(ANY[name] for name in sorted(names)))
-)
-
-
-@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    chosen=COMBINED,
-    lengths=st.tuples(st.integers(1, 21), st.integers(1, 21)),
-    heads=st.sampled_from([(1, 1), (4, 1), (4, 2), (3, 3)]),
-    dtype=st.sampled_from([jnp.float32, jnp.float32, jnp.bfloat16, jnp.float16]),
-)
-def test_options_combined(
-    chosen: tuple[dict[str, Any], ...],
-    lengths: tuple[int, int],
-    heads: tuple[int, int],
-    dtype: Any,
-) -> None:
-    options: dict[str, Any] = {name: x for part in chosen for name, x in part.items()}
-    shape = (BATCH, heads[0], *lengths)
-    for name in ("bias", "mask"):
-        if name in options:
-            table = normal(
-                *(n if whole else 1 for n, whole in zip(shape, options[name], strict=True))
-            )
-            options[name] = table if name == "bias" else table > -0.5
-    if "segments" in options:
-        ordered = options.pop("segments")
-        options["segment_ids"] = integers(0, 3, BATCH, lengths[0], ordered=ordered)
-        options["kv_segment_ids"] = integers(0, 3, BATCH, lengths[1], ordered=ordered)
-    for name, length in zip(("q_lengths", "kv_lengths"), lengths, strict=True):
-        if name in options:
-            options[name] = integers(0, length + 1, BATCH)
-    if "sinks" in options:
-        options["sinks"] = normal(heads[0])
-    inputs = arrays(*lengths, heads=heads[0], kv_heads=heads[1], value_dim=3, dtype=dtype)
-    # In half precision the flash gradients see `out` already rounded.
-    agree(inputs, options, tolerance=max(3e-5, 8 * float(jnp.finfo(dtype).eps)))
 
 
 def test_queries_that_see_nothing_have_no_gradient() -> None:

@@ -48,8 +48,10 @@ class BothPasses(Kernel[FlashAttentionConfig, jax.Array]):
         return self._run(self.attention.fwd_with_residuals_triton, "vjp_triton", args, keywords)
 
     def _run(self, forward, vjp, args, keywords):
+        learned = frozenset(keywords.pop("learned", ()))
         out, lse = forward(*args, **keywords)
-        return getattr(self.attention, vjp)(lse, out, out, *args, **keywords)
+        gradients = getattr(self.attention, vjp)
+        return gradients(lse, out, out, *args, **keywords, differentiated=learned)
 
 
 def array(*shape, dtype=jnp.bfloat16):
@@ -82,7 +84,11 @@ FLASH = {
             "mask": array(2, 1, 1100, 1100, dtype=jnp.bool_),
         },
     ),
-    "bias": (
+    "learned bias": (
+        (1, 512, 4, 4, 64, jnp.bfloat16),
+        {"causal": True, "bias": array(1, 4, 512, 512), "learned": ("bias",)},
+    ),
+    "bias that is given": (
         (1, 512, 4, 4, 64, jnp.bfloat16),
         {"causal": True, "bias": array(1, 4, 512, 512)},
     ),
@@ -130,7 +136,7 @@ def test_every_candidate_of_paged_attention_lowers(name):
 def test_flash_attention_compiles_forward_and_backward(name, case):
     result = check_both_passes(name, case)
     assert [entry.compiles for entry in result] == [True], str(result)
-    assert len(result.entries[0].kernels) >= (1 if case == "bias" else 3)
+    assert len(result.entries[0].kernels) >= (1 if case == "learned bias" else 3)
 
 
 @every

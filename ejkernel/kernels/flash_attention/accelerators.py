@@ -88,9 +88,11 @@ class Accelerators:
         v: jax.Array,
         *,
         cfg: Any,
+        differentiated: frozenset[str],
         **options: Any,
     ) -> Any:
-        if "bias" in options:
+        if "bias" in differentiated:
+            options["differentiated"] = differentiated
             return self.vjp_xla(lse, out, dout, q, k, v, cfg=cfg, **options)
         from . import pallas_tpu
 
@@ -137,9 +139,11 @@ class Accelerators:
         v: jax.Array,
         *,
         cfg: Any,
+        differentiated: frozenset[str],
         **options: Any,
     ) -> Any:
-        if "bias" in options:
+        if "bias" in differentiated:
+            options["differentiated"] = differentiated
             return self.vjp_xla(lse, out, dout, q, k, v, cfg=cfg, **options)
         from . import pallas_gpu
 

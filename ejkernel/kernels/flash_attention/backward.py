@@ -45,7 +45,7 @@ from .layout import (
 )
 from .options import Options
 from .slices import Slice, Slices
-from .tile import Tile, padded
+from .tile import Tile, bias_gradient, padded, zero_bias_gradient
 from .tiling import Needed, Tiling
 
 # As log-sum-exp of a query that sees nothing: whatever its scores, their exponentials are zero.
@@ -73,6 +73,7 @@ def backward(
     block_k: int,
     block_heads: int | None = None,
     dlse: jax.Array | None = None,
+    differentiate_bias: bool = True,
     **keywords: Any,
 ) -> Gradients:
     """Gradients of the inputs of `forward`, from its results and the gradients of those.
@@ -84,6 +85,7 @@ def backward(
       lse: second result of `forward`.
       dout: gradient of the loss with respect to `out`.
       dlse: gradient of the loss with respect to `lse`; None: zero.
+      differentiate_bias: whether the gradient of the bias, if there is one, is needed.
 
     Returns:
       The gradients, each with the shape and dtype of its input; of `bias` and `sinks` in float32.
@@ -101,6 +103,7 @@ def backward(
         block_q=block_q,
         block_k=block_k,
         block_heads=block_heads,
+        differentiate_bias=differentiate_bias,
     )
     if options.sinks is not None:
         gradients.by_keyword["sinks"] = sinks_gradient(options.sinks, lse, delta)
@@ -138,6 +141,7 @@ def partial_gradients(
     block_q: int,
     block_k: int,
     block_heads: int | None,
+    differentiate_bias: bool,
     dtype: Any = None,
 ) -> Gradients:
     """What these keys contribute, with the statistics of all keys: `dq`, `dk`, `dv` and `bias`.
@@ -155,11 +159,11 @@ def partial_gradients(
 
     zeros = [filled(x, x.shape[-1], 0.0, dtype or x.dtype) for x in (q, k, v)]
     empty = Gradients(zeros[0], zeros[1], zeros[2], {})
-    if options.bias is not None:
-        empty.by_keyword["bias"] = lax.full_like(options.bias, 0, jnp.float32)
+    if options.bias is not None and differentiate_bias:
+        empty.by_keyword["bias"] = zero_bias_gradient(options.bias, tiling.group)
 
     def differentiate(part: Slice, sums: Gradients) -> Gradients:
-        tables = {name: part.of_table(x) for name, x in sums.by_keyword.items()}
+        tables = {name: part.rows(x) for name, x in sums.by_keyword.items()}
         new = _differentiate(
             part.queries(q),
             part.queries(dout),
@@ -175,14 +179,14 @@ def partial_gradients(
         return new._replace(
             dq=part.set(sums.dq, new.dq),
             by_keyword={
-                name: part.set_table(x, new.by_keyword[name]) for name, x in sums.by_keyword.items()
+                name: part.set_rows(x, new.by_keyword[name]) for name, x in sums.by_keyword.items()
             },
         )
 
     sums = slices.each(differentiate, empty)
     by_keyword = dict(sums.by_keyword)
-    if bias_shape is not None:
-        by_keyword["bias"] = lax.slice(by_keyword["bias"], (0,) * 4, bias_shape)
+    if bias_shape is not None and differentiate_bias:
+        by_keyword["bias"] = bias_gradient(by_keyword["bias"], bias_shape)
     return Gradients(
         _shortened(sums.dq, tiling.q_len),
         _shortened(sums.dk, tiling.k_len),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -75,13 +77,20 @@ def has_enough_rows(inv: Invocation[Any, Any]) -> str | None:
 
 CPU = Supports(
     dtypes=native.DTYPES,
-    without=("bias", "dropout_rate", "dropout_key", "sequence_axis"),
+    without=("dropout_rate", "dropout_key", "sequence_axis"),
     rules=(on_one_device, has_enough_rows, native_is_available),
 )
 
 
 class FlashAttentionOnCPU:
-    """The methods of the kernel that serve a CPU; `FlashAttention` inherits them."""
+    """The methods of the kernel that serve a CPU; `FlashAttention` inherits them.
+
+    The gradient of a bias is the whole score matrix, or sums of it over any of its axes, to which
+    several threads would have to add: where it is needed, the backward pass is that of `vjp_xla`,
+    with blocks of its own.
+    """
+
+    vjp_xla: Callable[..., Any]
 
     def heuristic_cfg_cpu(self, inv: Invocation[Any, Any]) -> FlashAttentionConfig:
         return _config(_forward_blocks(inv), BACKWARD)
@@ -124,8 +133,14 @@ class FlashAttentionOnCPU:
         *,
         cfg: FlashAttentionConfig,
         return_lse: bool = False,
+        differentiated: frozenset[str],
         **options: Any,
     ) -> tuple[Any, ...]:
+        if "bias" in differentiated:
+            options |= {"return_lse": return_lse, "differentiated": differentiated}
+            other = dataclasses.replace(cfg, bwd=BwdParams())
+            gradients: tuple[Any, ...] = self.vjp_xla(lse, out, dout, q, k, v, cfg=other, **options)
+            return gradients
         block_q, block_k = _blocks(cfg.bwd, BACKWARD)
         dlse = None
         if return_lse:

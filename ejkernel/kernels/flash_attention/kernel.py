@@ -124,6 +124,7 @@ class FlashAttention(
         *,
         cfg: FlashAttentionConfig,
         return_lse: bool = False,
+        differentiated: frozenset[str],
         **options: Any,
     ) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, jax.Array]]:
         blocks = _blocks_of(cfg.bwd, q, k, options, backward=True)
@@ -131,6 +132,7 @@ class FlashAttention(
         dlse = None
         if return_lse:
             (out, _), (dout, dlse) = out, dout
+        options["differentiate_bias"] = "bias" in differentiated
         return run(q, k, v, out, lse, dout, dlse=dlse, **blocks, **options)
 
 

@@ -1,7 +1,7 @@
 """Flash attention in C++: what XLA calls on CPU, with arrays in the forms that it expects.
 
-The source is in `cpp/`. Every option that is not served here (bias, dropout) is left to the
-XLA implementation; see `FlashAttentionOnCPU.supports_cpu` in `cpu.py`.
+The source is in `cpp/`. What is not served here is left to the XLA implementation: dropout, and the
+gradient of a bias (`CPU` and `FlashAttentionOnCPU.vjp_cpu` in `cpu.py`).
 
 Example:
     >>> import jax.numpy as jnp
@@ -41,6 +41,7 @@ def forward(
     segment_ids: jax.Array | None = None,
     kv_segment_ids: jax.Array | None = None,
     mask: jax.Array | None = None,
+    bias: jax.Array | None = None,
     logits_soft_cap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -60,6 +61,7 @@ def forward(
         segment_ids: ``(batch, q_len)``: a query sees the keys of its own segment only.
         kv_segment_ids: ``(batch, k_len)``; the same as ``segment_ids`` if not given.
         mask: True where a query sees a key; ``(batch, q_heads, q_len, k_len)``, axes may be 1.
+        bias: Added to the scores, after the cap; of the same shapes.
         logits_soft_cap: Scores ``s`` become ``c * tanh(s / c)``.
         sinks: ``(q_heads,)``, a logit per head that takes part in the denominator only.
 
@@ -74,7 +76,7 @@ def forward(
         q,
         k,
         v,
-        *_what_is_seen(q_lengths, kv_lengths, segment_ids, kv_segment_ids, mask),
+        *_of_scores(q_lengths, kv_lengths, segment_ids, kv_segment_ids, mask, bias),
         _optional(sinks, jnp.float32),
     )
     out, lse = _call(
@@ -105,6 +107,7 @@ def backward(
     segment_ids: jax.Array | None = None,
     kv_segment_ids: jax.Array | None = None,
     mask: jax.Array | None = None,
+    bias: jax.Array | None = None,
     logits_soft_cap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
@@ -120,14 +123,14 @@ def backward(
 
     Returns:
         ``dq``, ``dk`` and ``dv``, each with the shape of its input, and ``dsinks``, None without
-        sinks.
+        sinks. Not the gradient of a bias.
     """
     q, k, v = _of_one_dtype(q, k, v)
     operands = (
         q,
         k,
         v,
-        *_what_is_seen(q_lengths, kv_lengths, segment_ids, kv_segment_ids, mask),
+        *_of_scores(q_lengths, kv_lengths, segment_ids, kv_segment_ids, mask, bias),
         out.astype(q.dtype),
         dout.astype(q.dtype),
         lse,
@@ -187,16 +190,22 @@ def _of_one_dtype(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, 
     return tuple(x.astype(jnp.float32) for x in (q, k, v))
 
 
-def _what_is_seen(
+def _of_scores(
     q_lengths: jax.Array | None,
     kv_lengths: jax.Array | None,
     segment_ids: jax.Array | None,
     kv_segment_ids: jax.Array | None,
     mask: jax.Array | None,
+    bias: jax.Array | None,
 ) -> tuple[jax.Array, ...]:
+    """What says which scores count, and what is added to them."""
     of_keys = segment_ids if kv_segment_ids is None else kv_segment_ids
-    given = (q_lengths, kv_lengths, segment_ids, of_keys)
-    return (*(_optional(array, jnp.int32) for array in given), _optional(mask, jnp.bool_))
+    integers = (q_lengths, kv_lengths, segment_ids, of_keys)
+    return (
+        *(_optional(array, jnp.int32) for array in integers),
+        _optional(mask, jnp.bool_),
+        _optional(bias, jnp.float32),
+    )
 
 
 def _optional(array: jax.Array | None, dtype: Any) -> jax.Array:

@@ -84,6 +84,7 @@ def ring_backward(
     block_k: int,
     block_heads: int | None = None,
     dlse: jax.Array | None = None,
+    differentiate_bias: bool = True,
     **keywords: Any,
 ) -> Gradients:
     """As `backward`, with the sequence shared out over `sequence_axis`."""
@@ -105,6 +106,7 @@ def ring_backward(
             block_q=block_q,
             block_k=block_k,
             block_heads=block_heads,
+            differentiate_bias=differentiate_bias,
             dtype=jnp.float32,
         )
         if "bias" in by_keyword:
@@ -113,7 +115,7 @@ def ring_backward(
         return *travelling, dq + new.dq, by_keyword
 
     by_keyword = {}
-    if options.bias is not None:
+    if options.bias is not None and differentiate_bias:
         by_keyword["bias"] = lax.full_like(options.bias, 0, jnp.float32)
     zeros = tuple(lax.full_like(x, 0, jnp.float32) for x in (k, v, q))
     start: Any = (_Share(k, v, options.kv_segment_ids), *zeros, by_keyword)

@@ -81,8 +81,12 @@ class Slice:
         return self._take(x, 2, self.slices.heads)
 
     def rows(self, x: jax.Array) -> jax.Array:
-        """Its part of a `(batch, kv_heads, ., .)` array."""
+        """Its part of a `(batch, kv_heads, ...)` array, in which both may be 1."""
         return self._take(x, 1, self.slices.heads)
+
+    def set_rows(self, x: jax.Array, part: jax.Array) -> jax.Array:
+        """The same array with this part replaced."""
+        return self._put(x, part, 1)
 
     def set(self, x: jax.Array, part: jax.Array, start: Index = 0) -> jax.Array:
         """A `(batch, length, heads or kv_heads, d)` array with its part replaced.
@@ -94,10 +98,6 @@ class Slice:
     def of_table(self, x: jax.Array) -> jax.Array:
         """Its part of a `(batch, heads, queries, keys)` array, in which axes may be 1."""
         return self._take(x, 1, self.slices.heads * self.slices.group)
-
-    def set_table(self, x: jax.Array, part: jax.Array) -> jax.Array:
-        """The same array with this part replaced."""
-        return self._put(x, part, 1)
 
     def options(self, options: Options) -> Options:
         """Its part of the options."""

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..slicing import put
 from .dropout import keep_mask
-from .layout import Index, block, float32, minus, pad, plus, set_block, times
+from .layout import Index, block, float32, minus, pad, plus, times
 from .options import Options
 from .tiling import Tiling
 
@@ -101,22 +102,16 @@ class Tile:
     def add_to_bias_gradient(
         self, gradient: jax.Array, d_scores: jax.Array, i: Index, j: Index
     ) -> jax.Array:
-        """The gradient of the bias, of the padded bias's shape, with that of one tile added."""
+        """The gradient of the bias, as `zero_bias_gradient` has it, with that of one tile added."""
         five = self._with_five_axes(d_scores)
-        if self.keys_in_front:
-            five = lax.transpose(five, _KEYS_LAST)
-        batch, kv_heads, queries, group, keys = five.shape
-        tile = lax.reshape(
-            lax.transpose(five, (0, 1, 3, 2, 4)), (batch, kv_heads * group, queries, keys)
-        )
-        once = tuple(axis for axis in range(4) if gradient.shape[axis] == 1 < tile.shape[axis])
-        tile = jnp.sum(tile, axis=once, keepdims=True)
-        queries, keys = tile.shape[2], tile.shape[3]
-        i = 0 if gradient.shape[2] == queries else i
-        j = 0 if gradient.shape[3] == keys else j
-        rows = block(gradient, i, queries, 2)
-        columns = lax.add(block(rows, j, keys, 3), tile)
-        return set_block(gradient, i, set_block(rows, j, columns, 3), 2)
+        once = tuple(axis for axis in range(5) if gradient.shape[axis] == 1 < five.shape[axis])
+        five = jnp.sum(five, axis=once, keepdims=True)
+        keys, queries = five.shape[2], five.shape[3]
+        j = 0 if gradient.shape[2] == keys else j
+        i = 0 if gradient.shape[3] == queries else i
+        before = block(block(gradient, j, keys, 2), i, queries, 3)
+        starts = (0, 0, times(j, keys), times(i, queries), 0)
+        return put(gradient, lax.add(before, five), starts)
 
     # --- parts -----------------------------------------------------------------------------------
 
@@ -224,3 +219,21 @@ def padded(options: Options, tiling: Tiling) -> Options:
         return pad(x, tiling.padded_k_len, 3) if x.shape[3] > 1 else x
 
     return options.replace(bias=fit(options.bias), mask=fit(options.mask))
+
+
+def zero_bias_gradient(bias: jax.Array, group: int) -> jax.Array:
+    """Zeros for the gradient of a padded bias, in the layout of the tiles of the backward pass.
+
+    So a tile is added as it lies. Turning each of them first took longer than all the rest.
+    """
+    batch, heads, queries, keys = bias.shape
+    split = (heads, 1) if heads == 1 else (heads // group, group)
+    zeros = lax.full_like(bias, 0, jnp.float32)
+    return lax.reshape(zeros, (batch, split[0], keys, queries, split[1]))
+
+
+def bias_gradient(sums: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The gradient of a bias of this shape from what `add_to_bias_gradient` added up."""
+    batch, kv_heads, keys, queries, group = sums.shape
+    turned = lax.transpose(sums, (0, 1, 4, 3, 2))
+    return lax.slice(lax.reshape(turned, (batch, kv_heads * group, queries, keys)), (0,) * 4, shape)

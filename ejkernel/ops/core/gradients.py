@@ -8,6 +8,7 @@ trains.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +23,20 @@ if TYPE_CHECKING:
     from .kernel import Kernel
 
 
+DIFFERENTIATED = "differentiated"
+"""A `vjp` with a parameter of this name is told the keywords whose gradients are needed."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A gradient rule: `forward(args, kwargs) -> (out, saved)`, `backward` -> raw gradients."""
+    """A gradient rule: `forward(args, kwargs) -> (out, saved)`, and `backward`.
+
+    `backward(saved, dout, args, kwargs, differentiated)` gives the raw gradients; the last argument
+    holds the names of the keywords that are differentiated.
+    """
 
     forward: Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[Any, Any]]
-    backward: Callable[[Any, Any, tuple[Any, ...], Mapping[str, Any]], Any]
+    backward: Callable[[Any, Any, tuple[Any, ...], Mapping[str, Any], frozenset[str]], Any]
     name: str
 
 
@@ -57,7 +66,13 @@ def _simple_rule(run: Callable[..., Any], custom_vjp: Callable[..., Any], cfg: A
     def forward(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         return run(*args, cfg=cfg, **kwargs), None
 
-    def backward(_: Any, dout: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def backward(
+        _: Any,
+        dout: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        differentiated: frozenset[str],
+    ) -> Any:
         cotangents = dout if isinstance(dout, tuple) else (dout,)
         return custom_vjp(args, cfg, dict(kwargs), cotangents)
 
@@ -75,9 +90,18 @@ def _residual_rule(fwd: Callable[..., Any], vjp: Callable[..., Any], cfg: Any, o
         out, residuals = result
         return out, (residuals, out)
 
-    def backward(saved: Any, dout: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    asks = DIFFERENTIATED in inspect.signature(vjp).parameters
+
+    def backward(
+        saved: Any,
+        dout: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        differentiated: frozenset[str],
+    ) -> Any:
         residuals, out = saved
-        return vjp(residuals, out, dout, *args, cfg=cfg, **kwargs)
+        told = {DIFFERENTIATED: differentiated} if asks else {}
+        return vjp(residuals, out, dout, *args, cfg=cfg, **{**told, **kwargs})
 
     return Rule(forward, backward, "vjp")
 
@@ -121,9 +145,10 @@ def call_with_rule(
 
         def compute(kept: Any, values: Any, dout: Any) -> list[Any]:
             args, kwargs = rest.merge(values)
-            raw = rule.backward(beside.merge(kept), dout, args, kwargs)
+            needed = _differentiated_keywords(differentiated, args, kwargs)
+            raw = rule.backward(beside.merge(kept), dout, args, kwargs, needed)
             gradients = _checked(op_id, rule.name, raw, args, kwargs)
-            _refuse_missing(op_id, rule.name, gradients[1], differentiated, args, kwargs)
+            _refuse_missing(op_id, rule.name, gradients[1], needed)
             leaves = _gradient_leaves(gradients, (args, dict(kwargs)))
             return [leaves[i] for i in rest.array_positions]
 
@@ -265,19 +290,10 @@ def _filled(gradient: Any, primal: Any) -> Any:
     return jax.tree.map(lambda _: None, primal) if gradient is None else gradient
 
 
-def _refuse_missing(
-    op_id: str,
-    rule: str,
-    by_keyword: Mapping[str, Any],
-    differentiated: tuple[bool, ...],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> None:
-    """A keyword array that is differentiated must have a gradient: silence would mean zero.
-
-    For a positional argument the author said `None` and meant it; keywords they may not have
-    thought of at all.
-    """
+def _differentiated_keywords(
+    differentiated: tuple[bool, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> frozenset[str]:
+    """The keywords any of whose arrays is differentiated; flags are in the order of the arrays."""
     positional = sum(is_array(leaf) for leaf in jax.tree.leaves(args))
     owners = [
         name
@@ -285,11 +301,22 @@ def _refuse_missing(
         for leaf in jax.tree.leaves(value)
         if is_array(leaf)
     ]
-    for owner, wanted in zip(owners, differentiated[positional:], strict=True):
-        if wanted and owner not in by_keyword:
-            raise TypeError(
-                f"kernel {op_id}: the keyword {owner!r} is being differentiated, but {rule} "
-                f"returns no gradient for it; pass it by position, return a dict "
-                f"{{{owner!r}: gradient}} after the positional gradients ({{{owner!r}: None}} for "
-                "a zero one), or wrap it in jax.lax.stop_gradient"
-            )
+    flags = differentiated[positional:]
+    return frozenset(name for name, wanted in zip(owners, flags, strict=True) if wanted)
+
+
+def _refuse_missing(
+    op_id: str, rule: str, by_keyword: Mapping[str, Any], differentiated: frozenset[str]
+) -> None:
+    """A keyword array that is differentiated must have a gradient: silence would mean zero.
+
+    For a positional argument the author said `None` and meant it; keywords they may not have
+    thought of at all.
+    """
+    for name in sorted(differentiated - set(by_keyword)):
+        raise TypeError(
+            f"kernel {op_id}: the keyword {name!r} is being differentiated, but {rule} "
+            f"returns no gradient for it; pass it by position, return a dict "
+            f"{{{name!r}: gradient}} after the positional gradients ({{{name!r}: None}} for "
+            "a zero one), or wrap it in jax.lax.stop_gradient"
+        )

@@ -171,10 +171,12 @@ class Backward {
   void add_tile(const Memory& m, long b, long h, long first, long last, long key,
                 long key_end) const {
     StripMask masks[MOST_ROWS / ROWS];
+    StripBias biases[MOST_ROWS / ROWS];
     const long strips = (last - first) / ROWS;
     bool any = false;
     for (long s = 0; s < strips; s++) {
       masks[s] = StripMask(p, b, h, first + s * ROWS);
+      biases[s] = StripBias(p, b, h, first + s * ROWS);
       any = any || (masks[s].begin < key_end && masks[s].end > key);
     }
     if (!any) return;
@@ -184,7 +186,7 @@ class Backward {
       for (long s = 0; s < strips; s++) {
         const bool seen = masks[s].sees(key + c);
         if (seen)
-          weigh(m, first + s * ROWS, s * ROWS, key, c, masks[s]);
+          weigh(m, first + s * ROWS, s * ROWS, key, c, masks[s], biases[s]);
         else
           clear_scores(m, s * ROWS, c);
         any = any || seen;
@@ -230,7 +232,7 @@ class Backward {
 
   // The weights of a strip of rows and a panel of keys, and the slopes of the loss in its scores.
   void weigh(const Memory& m, long row, long tile_row, long key, long c,
-             const StripMask& mask) const {
+             const StripMask& mask, const StripBias& bias) const {
     float* weights = m.weights + tile_row * Scores::STRIDE + c;
     float* slopes = m.slopes + tile_row * Scores::STRIDE + c;
     Sums found;
@@ -238,6 +240,7 @@ class Backward {
     multiply_strip(found, m.q_strips + row * p.dim, m.k_transposed + c * p.dim, p.dim);
     const bool capped = p.soft_cap != 0;
     if (__builtin_expect(capped, 0)) cap(found, m, row, c, slopes);
+    if (__builtin_expect(bias.given, 0)) bias.add(found, key + c);
     if (__builtin_expect(mask.hides_some_of(key + c), 0)) mask.hide(found, key + c);
     EJ_UNROLL for (int r = 0; r < ROWS; r += TOGETHER) {
       vec some[TOGETHER * VECTORS];

@@ -19,13 +19,13 @@ XLA_FFI_Error* out_of_memory(const Call& call) {
 }
 
 XLA_FFI_Error* forward(const Call& call) {
-  if (!call.has(9, 2))
+  if (!call.has(10, 2))
     return call.error(XLA_FFI_Error_Code_INVALID_ARGUMENT,
-                      "flash_attention (native) takes 9 arrays and gives 2");
+                      "flash_attention (native) takes 10 arrays and gives 2");
   Problem p;
   if (const char* wrong = p.read(call))
     return call.error(XLA_FFI_Error_Code_INVALID_ARGUMENT, wrong);
-  p.sinks = Problem::optional<float>(call.argument(8));
+  p.sinks = Problem::optional<float>(call.argument(9));
 
   Forward pass(p, call.integer("block_q"), call.integer("block_k"));
   pass.out = call.result(0), pass.lse = call.result(1);
@@ -45,18 +45,18 @@ XLA_FFI_Error* forward(const Call& call) {
 }
 
 XLA_FFI_Error* backward(const Call& call) {
-  if (!call.has(12, 3))
+  if (!call.has(13, 3))
     return call.error(XLA_FFI_Error_Code_INVALID_ARGUMENT,
-                      "flash_attention backward (native) takes 12 arrays and gives 3");
+                      "flash_attention backward (native) takes 13 arrays and gives 3");
   Problem p;
   if (const char* wrong = p.read(call))
     return call.error(XLA_FFI_Error_Code_INVALID_ARGUMENT, wrong);
 
   const long workers = workers_for(call, p);
   Backward pass(p, call.integer("block_q"), call.integer("block_k"), workers);
-  pass.out = call.argument(8), pass.dout = call.argument(9);
-  pass.lse = Problem::optional<float>(call.argument(10));
-  pass.dlse = Problem::optional<float>(call.argument(11));
+  pass.out = call.argument(9), pass.dout = call.argument(10);
+  pass.lse = Problem::optional<float>(call.argument(11));
+  pass.dlse = Problem::optional<float>(call.argument(12));
   pass.dq = call.result(0), pass.dk = call.result(1), pass.dv = call.result(2);
   const long each = pass.scratch_size(), busy = least(workers, pass.parts());
   Scratch partial(pass.partial_size()), scratch(busy * each);

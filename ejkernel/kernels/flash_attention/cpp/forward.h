@@ -69,10 +69,12 @@ class Forward {
     const long count = ceil_div(last - first, ROWS);
     Strip found[MOST_STRIPS];
     StripMask masks[MOST_STRIPS];
+    StripBias biases[MOST_STRIPS];
     memset(sums, 0, count * ROWS * p.padded_value_dim * sizeof(float));
     long begin = p.k_len, end = 0;
     for (long s = 0; s < count; s++) {
       masks[s] = StripMask(p, b, h, first + s * ROWS);
+      biases[s] = StripBias(p, b, h, first + s * ROWS);
       begin = least(begin, masks[s].begin), end = most(end, masks[s].end);
     }
     for (long key = begin / COLUMNS * COLUMNS; key < end; key += block_k_)
@@ -85,7 +87,7 @@ class Forward {
         while (from < until) {
           const long end = found[s].settled ? until : least(until, from + FIRST_KEYS);
           add_keys(found[s], strips + s * ROWS * p.dim, sums + s * ROWS * p.padded_value_dim, keys,
-                   values, from, end, mask, tile);
+                   values, from, end, mask, biases[s], tile);
           from = end;
         }
       }
@@ -139,10 +141,12 @@ class Forward {
 
   // Scores less the references.
   EJ_INLINE void score(Sums& scores, const float* strip, const float* keys, long key,
-                       const StripMask& mask, const float* references) const {
+                       const StripMask& mask, const StripBias& bias,
+                       const float* references) const {
     begin_below(scores, references);
     multiply_strip(scores, strip, keys + key * p.dim, p.dim);
     if (__builtin_expect(p.soft_cap != 0, 0)) cap(scores, references);
+    if (__builtin_expect(bias.given, 0)) bias.add(scores, key);
     if (__builtin_expect(mask.hides_some_of(key), 0)) mask.hide(scores, key);
   }
 
@@ -157,10 +161,10 @@ class Forward {
 
   void add_keys(Strip& strip, const float* queries, float* sums, const float* keys,
                 const float* values, long from, long until, const StripMask& mask,
-                float* tile) const {
+                const StripBias& bias, float* tile) const {
     float shrink[ROWS];
-    const bool same = strip.settled && weigh(strip, queries, keys, from, until, mask, tile);
-    if (!same) weigh_anew(strip, queries, keys, from, until, mask, tile, shrink);
+    const bool same = strip.settled && weigh(strip, queries, keys, from, until, mask, bias, tile);
+    if (!same) weigh_anew(strip, queries, keys, from, until, mask, bias, tile, shrink);
     for (long d = 0; d < p.padded_value_dim; d += COLUMNS) {
       Sums found;
       load_sums(found, sums + d, p.padded_value_dim);
@@ -174,13 +178,13 @@ class Forward {
 
   // The tile's weights relative to the references; false, and nothing is changed, if one is too large.
   bool weigh(Strip& strip, const float* queries, const float* keys, long from, long until,
-             const StripMask& mask, float* tile) const {
+             const StripMask& mask, const StripBias& bias, float* tile) const {
     vec total[ROWS];
     EJ_UNROLL for (int r = 0; r < ROWS; r++) total[r] = strip.total[r];
     vec top = vec{};
     for (long key = from; key < until; key += COLUMNS) {
       Sums scores;
-      score(scores, queries, keys, key, mask, strip.reference);
+      score(scores, queries, keys, key, mask, bias, strip.reference);
       EJ_UNROLL for (int r = 0; r < ROWS; r += TOGETHER) {
         vec weights[TOGETHER * VECTORS];
         EJ_UNROLL for (int i = 0; i < TOGETHER * VECTORS; i++) {
@@ -203,13 +207,14 @@ class Forward {
   // The same relative to new references; `shrink` is what earlier sums have to be multiplied by.
   __attribute__((noinline)) void weigh_anew(Strip& strip, const float* queries, const float* keys,
                                             long from, long until, const StripMask& mask,
-                                            float* tile, float* shrink) const {
+                                            const StripBias& bias, float* tile,
+                                            float* shrink) const {
     vec top[ROWS];
     const float none[ROWS] = {};
     for (int r = 0; r < ROWS; r++) top[r] = all(-INFINITE);
     for (long key = from; key < until; key += COLUMNS) {
       Sums scores;
-      score(scores, queries, keys, key, mask, none);
+      score(scores, queries, keys, key, mask, bias, none);
       for (int r = 0; r < ROWS; r++)
         for (int j = 0; j < VECTORS; j++) top[r] = larger(scores[r][j], top[r]);
       store_sums(scores, tile + key - from, Scores::STRIDE);

@@ -11,13 +11,14 @@ struct Seen {
   int32_t begin, end;
 };
 
-// True where a query may see a key: (batch, heads, queries, keys), of which axes may be 1.
-struct Mask {
-  const uint8_t* data = nullptr;  // null: no mask
+// Something for every query and key: (batch, heads, queries, keys), of which axes may be 1.
+template <typename T>
+struct Table {
+  const T* data = nullptr;  // null: there is none
   long heads, queries, keys;
   long same_for;  // examples that follow each other and have the same
 
-  const uint8_t* row(long b, long head, long query) const {
+  const T* row(long b, long head, long query) const {
     const long h = heads == 1 ? 0 : head, q = queries == 1 ? 0 : query;
     return data + ((b / same_for * heads + h) * queries + q) * keys;
   }
@@ -32,7 +33,8 @@ struct Problem {
   Array q, k, v;
   const int32_t *q_lengths, *kv_lengths, *q_segments, *k_segments;  // or null
   const float* sinks;                                               // or null
-  Mask mask;
+  Table<uint8_t> mask;  // not 0 where a query may see a key
+  Table<float> bias;    // added to the scores
 
   // The rows of a key head: its queries, each with all the heads of the group.
   long rows() const { return q_len * group; }
@@ -87,22 +89,28 @@ struct Problem {
     kv_lengths = optional<int32_t>(call.argument(4));
     q_segments = optional<int32_t>(call.argument(5));
     k_segments = optional<int32_t>(call.argument(6));
-    return read_mask(call.argument(7));
+    if (!read_table(mask, call.argument(7), Type::boolean))
+      return "mask must be boolean and broadcast to (batch, heads, q_len, kv_len)";
+    if (!read_table(bias, call.argument(8), Type::float32))
+      return "bias must be float32 and broadcast to (batch, heads, q_len, kv_len)";
+    return nullptr;
   }
 
-  const char* read_mask(const Array& x) {
-    if (x.size() == 0) return nullptr;
-    mask.heads = x.last(3), mask.queries = x.last(2), mask.keys = x.last(1);
-    const long of_an_example = mask.heads * mask.queries * mask.keys;
+  // False if the array is not of this type, or does not fit.
+  template <typename T>
+  bool read_table(Table<T>& table, const Array& x, Type type) const {
+    if (x.size() == 0) return true;
+    table.heads = x.last(3), table.queries = x.last(2), table.keys = x.last(1);
+    const long of_an_example = table.heads * table.queries * table.keys;
     const long examples = of_an_example ? x.size() / of_an_example : 0;
-    // vmap adds the same axes to all arrays, so one mask for all its examples is repeated.
-    if (x.type != Type::boolean || (mask.heads != 1 && mask.heads != heads) ||
-        (mask.queries != 1 && mask.queries != q_len) || (mask.keys != 1 && mask.keys != k_len) ||
-        examples == 0 || batch % examples)
-      return "mask must be boolean and broadcast to (batch, heads, q_len, kv_len)";
-    mask.data = optional<uint8_t>(x);
-    mask.same_for = batch / examples;
-    return nullptr;
+    if (x.type != type || (table.heads != 1 && table.heads != heads) ||
+        (table.queries != 1 && table.queries != q_len) ||
+        (table.keys != 1 && table.keys != k_len) || examples == 0 || batch % examples)
+      return false;
+    table.data = optional<T>(x);
+    // vmap adds the same axes to all arrays, so one table for all its examples is repeated.
+    table.same_for = batch / examples;
+    return true;
   }
 
   // An option that is not given comes as an array without numbers.
@@ -218,6 +226,37 @@ struct StripMask {
     ivec found = {};
     for (long c = 0; c < LANES && key + c < k_len; c++) found[c] = ids[key + c];
     return mask & (found == all(segment[r]));
+  }
+};
+
+// The bias of the ROWS rows of a strip.
+struct StripBias {
+  const float* rows[ROWS];
+  bool given, one;  // one: the same number for all keys
+  long k_len;
+
+  StripBias() = default;
+  StripBias(const Problem& p, long b, long h, long row) {
+    given = p.bias.data != nullptr, one = given && p.bias.keys == 1, k_len = p.k_len;
+    if (!given) return;
+    for (long r = 0; r < ROWS; r++) {
+      const long real = least(row + r, p.rows() - 1);
+      rows[r] = p.bias.row(b, h * p.group + real % p.group, real / p.group);
+    }
+  }
+
+  EJ_INLINE void add(Sums& scores, long key) const {
+    for (int r = 0; r < ROWS; r++)
+      for (int j = 0; j < VECTORS; j++)
+        scores[r][j] += (one ? all(*rows[r]) : part(rows[r], key + j * LANES)) * LOG2_E;
+  }
+
+ private:
+  EJ_INLINE vec part(const float* row, long key) const {
+    if (key + LANES <= k_len) return load(row + key);
+    vec found = {};
+    for (long c = 0; key + c < k_len; c++) found[c] = row[key + c];
+    return found;
   }
 };
 
