@@ -341,6 +341,9 @@ def test_arrays_that_are_sharded_by_type_go_to_xla():
     arrays = [jax.device_put(x, sharding) for x in inputs()]
     with pytest.raises(NotSupported, match="q is sharded"):
         attention(*arrays)
+    mask = jax.device_put(random_mask(2, 4, 37, 53), sharding)
+    with pytest.raises(NotSupported, match="mask is sharded"):
+        attention(*inputs(), mask=mask)
 
 
 def test_many_threads_at_once_neither_wait_for_each_other_nor_mix_up():

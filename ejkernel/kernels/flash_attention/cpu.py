@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from ejkernel.ops import BwdParams, FwdParams, Invocation, Supports
-from ejkernel.ops.utils.fingerprint import abstractify
+from ejkernel.ops.utils.fingerprint import abstractify, is_array
 
 from . import native
 
@@ -50,8 +50,9 @@ def native_is_available(inv: Invocation[Any, Any]) -> str | None:
 
 def on_one_device(inv: Invocation[Any, Any]) -> str | None:
     """None, or which argument is spread over devices: the compiler would gather it for the call."""
-    for name, array in zip("qkv", inv.args, strict=True):
-        sharding = abstractify(array).sharding
+    arrays = {**dict(zip("qkv", inv.args, strict=True)), **inv.kwargs}
+    for name, array in arrays.items():
+        sharding = abstractify(array).sharding if is_array(array) else None
         if sharding is not None:
             return f"{name} is sharded over devices ({sharding.spec}); call it inside shard_map"
     return None
