@@ -60,8 +60,13 @@ def test_ctrl_c_keeps_what_was_learned_and_the_same_command_goes_on(settings, tm
     mark = tmp_path / "mark"
     settings |= {"SMALL_MODEL_MARK": str(mark)}
     command = [*EJ, "tune", "small_model:with_slow", "--effort", "quick", "--no-bench", "--json"]
+    # What a shell starts in the background ignores SIGINT, and so would everything that it starts.
     first = subprocess.Popen(
-        command, env=settings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ["env", "--default-signal=INT", *command],
+        env=settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     deadline = time.monotonic() + 120
     while not mark.exists():
