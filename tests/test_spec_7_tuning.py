@@ -938,6 +938,27 @@ def test_a_stopwatch_puts_many_short_calls_into_one_sample(clock):
     assert 20 <= clock.runs - before <= 21
 
 
+def test_on_a_cpu_calls_of_a_sample_do_not_overlap(clock):
+    """JAX runs calls that do not need each other at once there, on as many cores as there are."""
+    seen = []
+
+    class Running:
+        def block_until_ready(self):
+            seen.append("done")
+            return self
+
+    def begin():
+        clock.spend(1e-3)
+        seen.append("begun")
+        return Running()
+
+    watch = Stopwatch(begin, clock, shortest_sample=3e-3)
+    watch.warm_up(1)
+    seen.clear()
+    watch.sample()
+    assert seen == ["begun", "done"] * 3
+
+
 def test_a_stopwatch_calls_a_long_function_once_per_sample(clock):
     watch = Stopwatch(lambda: clock.spend(1.0), clock)
     watch.warm_up(3)
