@@ -29,7 +29,7 @@ class Times:
 class Heavy(Kernel[Times, jax.Array]):
     """A product, again and again; `work` says how often."""
 
-    work = 60
+    work = 600
 
     def __init__(self) -> None:
         super().__init__(name=type(self).__name__.lower())
