@@ -6,7 +6,7 @@ Every run draws other combinations; EJKERNEL_TEST_EXAMPLES says how many.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -120,13 +120,13 @@ ATTENTIONS = {
 
 
 @pytest.fixture(params=ATTENTIONS)
-def implementation(request: pytest.FixtureRequest, monkeypatch: Any) -> Iterator[str]:
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "cpu":
         request.getfixturevalue("native_library")
     for module in (pallas_tpu, pallas_gpu):
         for name in ("forward", "backward"):
             monkeypatch.setattr(module, name, partial(getattr(module, name), interpret=True))
-    return request.param
+    return str(request.param)
 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))

@@ -50,6 +50,12 @@ struct Problem {
     return (b * heads + h * group + row % group) * q_len + row / group;
   }
 
+  // What a table has for a row of a key head.
+  template <typename T>
+  const T* row_of(const Table<T>& table, long b, long h, long row) const {
+    return table.row(b, h * group + row % group, row / group);
+  }
+
   long queries_of(long b) const {
     return q_lengths ? most(0, least(q_len, q_lengths[b])) : q_len;
   }
@@ -159,7 +165,7 @@ struct StripMask {
       const long real = ejkernel::least(row + r, p.rows() - 1);
       seen[r] = p.seen(b, real);
       if (p.mask.data) {
-        allowed[r] = p.mask.row(b, h * p.group + real % p.group, real / p.group);
+        allowed[r] = p.row_of(p.mask, b, h, real);
         if (!masked && !*allowed[r]) seen[r] = {0, 0};
       }
       segment[r] = ids ? p.q_segment(b, real) : 0;
@@ -241,7 +247,7 @@ struct StripBias {
     if (!given) return;
     for (long r = 0; r < ROWS; r++) {
       const long real = least(row + r, p.rows() - 1);
-      rows[r] = p.bias.row(b, h * p.group + real % p.group, real / p.group);
+      rows[r] = p.row_of(p.bias, b, h, real);
     }
   }
 
