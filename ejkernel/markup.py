@@ -1,6 +1,7 @@
-"""HTML and Markdown that cannot be broken from inside: whatever is not markup already is escaped.
+"""Text, HTML and Markdown that cannot be broken from inside: what is not markup already is escaped.
 
-Used by the report and by what notebooks show; needs nothing, JAX least of all.
+Names of operations, fields of configs and errors may come from a store, a bundle or a program that
+somebody else made. Used wherever they are shown; needs nothing, JAX least of all.
 """
 
 from __future__ import annotations
@@ -10,8 +11,35 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_MARKDOWN = re.compile(r"([\\`*_{}\[\]<>|~&$#!])")
+# Also what makes a link of a bare address, and what makes a list or a rule of a line's beginning.
+_MARKDOWN = re.compile(
+    r"([\\`*_{}\[\]<>|~&$#!]|:(?=//)|(?<=www)\.|(?<!\w)@|^[-+=](?=[-=\s]))", re.IGNORECASE
+)
+_NUMBERED = re.compile(r"^(\d+)([.)])(?=\s)")
 _EMPTY = frozenset({"meta", "link", "circle", "line", "rect"})
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Text that a terminal shows and does not obey: control characters as escapes, also those that
+    turn the direction of writing.
+
+    >>> print(printable("\\x1b[31mred\\u202e\\n"))
+    \\x1b[31mred\\u202e\\n
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
+    )
+
+
+def one_line(value: Any) -> str:
+    """A value as printable text that adds no line to where it is shown.
+
+    >>> one_line("two\\nlines")
+    'two lines'
+    """
+    return printable(" ".join(str(value).split("\n")))
 
 
 class Markup(str):
@@ -58,7 +86,8 @@ def escaped_markdown(text: str) -> str:
     >>> print(escaped_markdown("a|b_c <b>"))
     a\\|b\\_c \\<b\\>
     """
-    return _MARKDOWN.sub(r"\\\1", " ".join(text.split()))
+    escaped = _MARKDOWN.sub(r"\\\1", printable(" ".join(text.split())))
+    return _NUMBERED.sub(r"\1\\\2", escaped)
 
 
 def markdown_table(

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import click
 
 from .. import __version__
+from ..markup import printable
 from .bench import bench
 from .check import check
 from .completion import completion
@@ -180,11 +181,18 @@ class _Stderr(logging.StreamHandler[Any]):
             super().emit(record)
 
 
+class _Printable(logging.Formatter):
+    """Whatever names a message holds, the terminal shows them and does not obey them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record), keep="\n\t")
+
+
 @contextlib.contextmanager
 def _logging(state: State) -> Iterator[None]:
     """Show the library's log while a command runs, as much of it as was asked for."""
     logger, handler = logging.getLogger("ejkernel"), _Stderr(state)
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(_Printable("%(message)s"))
     level, propagate = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)

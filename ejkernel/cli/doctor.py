@@ -8,7 +8,6 @@ import os
 import pathlib
 import platform
 from collections.abc import Iterator
-from typing import Any
 
 import click
 
@@ -145,6 +144,8 @@ def _settings() -> Iterator[Finding]:
             value = variable.read()
             if variable.default in ("0", "1") and variable.choices is None:
                 variable.enabled()
+            if variable is environment.AGREEMENT_SECONDS:
+                variable.seconds()
         except environment.VariableError as error:
             yield Finding("settings", variable.name, "error", str(error))
             continue
@@ -234,14 +235,18 @@ def _native() -> Iterator[Finding]:
 
 
 def _crashes() -> Iterator[Finding]:
-    from ..ops.tuner.journal import default_folder
+    from ..ops.tuner.journal import Journal
+    from ..ops.utils.environment import NoHomeFolder
 
-    crashed: list[Any] = sorted((default_folder() / "crashed").glob("*"))
+    try:
+        crashed = Journal().crash_files()
+    except NoHomeFolder:  # the store's finding says so
+        return
     if crashed:
         yield Finding(
             "journal",
             "crashes",
             "warning",
             f"{len(crashed)} candidates killed the process that tuned them and are left out",
-            f"delete files in {default_folder() / 'crashed'} to try them again",
+            f"delete files in {crashed[0].parent} to try them again",
         )

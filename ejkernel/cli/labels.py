@@ -29,7 +29,7 @@ def labels(state: State, file: str, source: str | None) -> int:
     from ..ops.utils.meta import find_stamps_in_text, parse_label
     from ..ops.utils.specification import describe_specification
 
-    place = open_place(source)
+    place = open_place(source, or_nowhere=True)
     stored = {tuple(entry["key"]): entry for entry in place.entries()}
     device = device_fingerprint()
     rows, data = [], []

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..markup import one_line, printable
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -44,7 +46,7 @@ def write(text: str) -> None:
 
 def note(text: str) -> None:
     """Say something beside the answer: on the standard error, where no program reads it."""
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(printable(text, keep="\n") + "\n")
     sys.stderr.flush()
 
 
@@ -66,7 +68,7 @@ def rendered(*shown: Any) -> str:
     terminal = sys.stdout.isatty()
     console = _console(terminal)
     for item in shown:
-        console.print(item)
+        console.print(printable(item, keep="\n") if isinstance(item, str) else item)
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     return "".join(f"{line.rstrip()}\n" for line in lines)
@@ -106,7 +108,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[
             name, justify="right" if number in right else "left", overflow="fold", no_wrap=False
         )
     for row in rows:
-        made.add_row(*(cell if hasattr(cell, "__rich_console__") else str(cell) for cell in row))
+        made.add_row(*(c if hasattr(c, "__rich_console__") else one_line(c) for c in row))
     return made
 
 
@@ -114,7 +116,16 @@ def styled(text: str, style: str) -> Any:
     """A text in a colour."""
     from rich.text import Text
 
-    return Text(text, style=style)
+    return Text(one_line(text), style=style)
+
+
+def inert(value: Any) -> Any:
+    """Data from a store or a bundle, to be shown: every text in it in one line, and printable."""
+    if isinstance(value, Mapping):
+        return {one_line(name): inert(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [inert(item) for item in value]
+    return one_line(value) if isinstance(value, str) else value
 
 
 def brief(config: Any) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
+import stat
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -14,14 +16,18 @@ if TYPE_CHECKING:
     from ..ops import AutotuningResult, ConfigSelectorChain, Invocation
     from ..ops.execution.results import Skipped
 
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+# Each string is looked at once, also one that is never closed; so is each run of blanks.
+_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+("?)', re.DOTALL)
+_STABLEHLO = re.compile(r"^[ \t]*+(builtin\.)?module\b", re.MULTILINE)
+_HLO = re.compile(r"^[ \t]*+HloModule\b", re.MULTILINE)
+_ENTRY = re.compile(r"^[ \t]*+ENTRY\b", re.MULTILINE)
 _PAIRS = (("{", "}"), ("(", ")"))
 
 
 def read_program(name: str) -> str:
     """The text of a program in a file (`-`: the standard input), whole or refused."""
     try:
-        data = sys.stdin.buffer.read() if name == "-" else pathlib.Path(name).read_bytes()
+        data = sys.stdin.buffer.read() if name == "-" else _read(name)
     except OSError as error:
         raise Failure(f"{name} cannot be read: {error.strerror or error}") from error
     try:
@@ -37,6 +43,14 @@ def read_program(name: str) -> str:
     return text
 
 
+def _read(name: str) -> bytes:
+    """The bytes of a file, or of a pipe as shells make them: `--hlo <(command)`."""
+    kind = os.stat(name).st_mode
+    if stat.S_ISCHR(kind) or stat.S_ISBLK(kind):
+        raise Failure(f"{name} cannot be read: it is a device, not a file")
+    return pathlib.Path(name).read_bytes()
+
+
 def not_whole(text: str) -> str:
     """Why a text is no StableHLO or HLO program, or only a part of one; "" if it is whole.
 
@@ -47,14 +61,13 @@ def not_whole(text: str) -> str:
     """
     if not text.strip():
         return "it is empty"
-    stablehlo = re.search(r"^\s*(builtin\.)?module\b", text, re.MULTILINE)
-    hlo = re.search(r"^\s*HloModule\b", text, re.MULTILINE)
+    stablehlo, hlo = _STABLEHLO.search(text), _HLO.search(text)
     if not stablehlo and not hlo:
         return (
             "it has neither a `module` (StableHLO) nor an `HloModule` (HLO); write a program with "
             "jax.jit(f).lower(...).as_text()"
         )
-    bare = _STRING.sub("", text)
+    bare = _STRING.sub(lambda string: "" if string[1] else '"', text)
     if '"' in bare:
         return "it ends in the middle of a string; was it cut off?"
     for opening, closing in _PAIRS:
@@ -63,7 +76,7 @@ def not_whole(text: str) -> str:
             return f'it ends in the middle ({left} "{opening}" are not closed); was it cut off?'
     if "{" not in bare or (stablehlo and "func.func" not in bare):
         return "it ends after its first line; was it cut off?"
-    if hlo and not stablehlo and not re.search(r"^\s*ENTRY\b", text, re.MULTILINE):
+    if hlo and not stablehlo and not _ENTRY.search(text):
         return "it has no ENTRY computation; was it cut off?"
     return ""
 

@@ -7,6 +7,7 @@ import time
 from types import TracebackType
 from typing import Any, Self
 
+from ..markup import one_line
 from .output import note
 
 
@@ -78,7 +79,7 @@ class Watch:
         self.done.add((op_id, call_key))
         if self._progress is not None:
             self._progress.update(self._all, completed=len(self.done))
-        note(f"[{len(self.done)}/{self.total}] {line}")
+        note(f"[{len(self.done)}/{self.total}] {one_line(line)}")
 
     # --- what the tuner says ---------------------------------------------------------------------
 
@@ -87,9 +88,14 @@ class Watch:
         if self._progress is None:
             return
         if step == "build":
+            name = one_line(name)
             short = name if len(name) <= 48 else f"{name[:47]}…"
             self._progress.update(
-                self._one, description=short, total=data["candidates"], completed=0, what="building"
+                self._one,
+                description=short,
+                total=data["candidates"],
+                completed=0,
+                what="building",
             )
         elif step == "candidate":
             self._progress.update(self._one, advance=1)

@@ -11,7 +11,8 @@ import shlex
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .output import State, brief, counted, milliseconds, plain, ratio, table
+from ..markup import one_line
+from .output import State, brief, counted, milliseconds, note, plain, ratio, table
 
 if TYPE_CHECKING:
     from ..ops import AutotuningResult, PersistentCache
@@ -55,14 +56,56 @@ def runs_folder() -> pathlib.Path:
     """Where records go unless a file is named, and where `ejkernel report` finds the newest."""
     from ..ops.utils import environment
 
-    return pathlib.Path(environment.CACHE_DIR.read()).expanduser() / "runs"
+    return environment.cache_folder("runs")
 
 
-def record_file(title: str) -> pathlib.Path:
-    """A new file for the record of a run; names sort by time."""
+def save_record(run: Run, title: str, given: str | None) -> pathlib.Path | None:
+    """Write the record of a run: to the file that was given, else to a new one in `runs_folder`.
+
+    The run is over and its configs are kept: if there is no such folder, that is said, and None.
+    """
+    if given is not None:
+        return run.save(given)
+    from ..store.private import PrivateFolder
+
+    # Names sort by time.
     moment = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
     slug = re.sub(r"[^A-Za-z0-9]+", "-", title).strip("-")[-60:]
-    return runs_folder() / f"{moment}-{slug}.json"
+    name = f"{moment}-{slug}.json"
+    try:
+        with PrivateFolder.open(runs_folder(), create=True) as folder:
+            folder.write(name, run.dumps().encode())
+            return folder.path / name
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        note(f"the record of the run is not kept: {error.strerror or error}{where} (--record FILE)")
+        return None
+
+
+def record_names() -> list[str]:
+    """The records of earlier runs in `runs_folder`, the newest last."""
+    from ..store.private import PrivateFolder
+
+    try:
+        with PrivateFolder.open(runs_folder()) as folder:
+            return [name for name in folder.names() if name.endswith(".json")]
+    except FileNotFoundError:
+        return []
+
+
+def load_record(name: str) -> Run:
+    """One of `record_names`; a `NotARun` error if it is none, or not this user's own."""
+    from ..report import NotARun, Run
+    from ..store.private import PrivateFolder
+
+    file = runs_folder() / name
+    try:
+        with PrivateFolder.open(file.parent) as folder:
+            data = folder.read(name)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise NotARun(f"{file} cannot be read: {reason}") from error
+    return Run.loads(data, str(file))
 
 
 def answer(
@@ -70,7 +113,7 @@ def answer(
     result: AutotuningResult,
     run: Run,
     store: PersistentCache,
-    file: pathlib.Path,
+    file: pathlib.Path | None,
     page: str | None,
     watch: Watch,
     interrupted: bool,
@@ -90,7 +133,7 @@ def answer(
     ]
     header = ("operation", "call", "heuristic", "tuned", "speedup", "config", "")
     shown: list[Any] = [table(header, rows, right=(2, 3, 4))] if rows else []
-    shown += [f"not tuned: {skip.label}: {skip.reason}" for skip in result.skipped]
+    shown += [f"not tuned: {skip.label}: {one_line(skip.reason)}" for skip in result.skipped]
     if run.model is not None:
         gain, rounds = run.model.gain, len(run.model.before)
         faster = f"{gain.times:.2f}x as fast" if gain.is_real else "about as fast"
@@ -105,12 +148,14 @@ def answer(
         shown.append(kept)
     if any(operation.incomplete for operation in run.operations) and not interrupted:
         shown.append("cut short by a limit; the same command goes on where it stopped")
-    shown.append(f"record: {file}" + (f", report: {page}" if page else ""))
-    if page is None:
+    written = (("record", file), ("report", page))
+    if file is not None or page is not None:
+        shown.append(", ".join(f"{what}: {path}" for what, path in written if path))
+    if page is None and file is not None:
         shown.append("see it with `ejkernel report`")
     data = {
         "store": str(store.path),
-        "record": str(file),
+        "record": None if file is None else str(file),
         "report": page,
         "interrupted": interrupted,
         "device": run.device,

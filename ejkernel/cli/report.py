@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..markup import one_line
 from . import options
 from .exits import Failure
 from .output import State, counted, table, write
-from .records import runs_folder
+from .records import load_record, record_names, runs_folder
 from .stores import open_place
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ def report(
         webbrowser.open(file.resolve().as_uri())
     data = {"report": str(file), "format": form, "title": run.title}
     state.result(
-        data, f"report of {run.title}, {counted(len(run.operations), 'operation')}: {file}"
+        data,
+        f"report of {one_line(run.title)}, {counted(len(run.operations), 'operation')}: {file}",
     )
 
 
@@ -95,28 +97,24 @@ def _of_record(record: str | None) -> Run:
     from ..report import Run
 
     if record is None:
-        records = _records()
+        records = record_names()
         if not records:
             raise Failure(
                 f"there is no record of a run in {runs_folder()}; `ejkernel tune` writes one. "
                 "--from-store makes a report of all that is stored"
             )
-        return Run.load(records[-1])
+        return load_record(records[-1])
     return Run.load(record)
 
 
-def _records() -> list[pathlib.Path]:
-    """The records of earlier runs, the newest last: their names begin with the moment."""
-    return sorted(runs_folder().glob("*.json"))
-
-
 def _list(state: State) -> None:
-    from ..report import NotARun, Run
+    from ..report import NotARun
 
     rows, data = [], []
-    for file in _records():
+    for name in record_names():
+        file = runs_folder() / name
         try:
-            run = Run.load(file)
+            run = load_record(name)
         except NotARun as error:
             rows.append((str(file), "", "", str(error)))
             continue

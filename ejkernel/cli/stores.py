@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..markup import one_line
+from ..store import StoreError
+from ..store.location import expanded
 from .exits import Exit, Failure
+from .output import note
 
 if TYPE_CHECKING:
     from ..ops import PersistentCache
@@ -37,13 +41,29 @@ class Place:
         self.file = file
         self._bundle: Bundle | None = None
 
+    @classmethod
+    def nowhere(cls) -> Place:
+        """The store of a user who has no place for one: there is nothing in it."""
+        from ..store import Bundle
+
+        place = cls("no store")
+        place._bundle = Bundle()
+        return place
+
+    @property
+    def is_bundle(self) -> bool:
+        """True for a bundle file."""
+        return self.file is not None
+
     def entries(self, op: str | None = None, device: str | None = None) -> list[Entry]:
         """All entries, by operation, device and call; of an operation or device if one is given."""
         listed = (
             self.store.related(limit=MANY) if self.store is not None else list(self.as_bundle())
         )
+        from ..store.rows import sound_about
+
         wanted = [
-            entry
+            {**entry, "about": sound_about(entry["about"])}
             for entry in listed
             if isinstance(entry["key"], tuple) and _fits(entry["key"], op, device)
         ]
@@ -82,18 +102,27 @@ class Place:
         self.as_bundle().prune(lambda entry: tuple(entry["key"]) in gone).save(self.file)
 
 
-def open_place(given: str | None, *, must_exist: bool = True) -> Place:
-    """The place that a person named (None: the usual store), checked to be readable."""
+def open_place(given: str | None, *, must_exist: bool = True, or_nowhere: bool = False) -> Place:
+    """The place that a person named (None: the usual store), checked to be readable.
+
+    With `or_nowhere` a user who has no place for a store is told so, and gets an empty one.
+    """
     if given is not None and _is_bundle(given):
-        file = pathlib.Path(given).expanduser()
+        file = expanded(given)
         if not file.exists():
             raise Failure(f"there is no bundle {given!r}")
         place = Place(str(file), file=file)
         place.as_bundle()
         return place
-    store = _opened(given)
+    try:
+        store = _opened(given)
+    except StoreError as error:
+        if given is not None or not or_nowhere:
+            raise
+        note(f"ejkernel: going on without a store: {error}")  # so heuristics serve
+        return Place.nowhere()
     if must_exist and given is not None and "://" not in given:
-        folder = pathlib.Path(given).expanduser()
+        folder = expanded(given)
         if not folder.exists():
             raise Failure(
                 f"there is no store in {given!r}: no such folder; name a folder, the URL of a "
@@ -120,7 +149,7 @@ def _opened(given: str | None) -> PersistentCache:
     from ..ops import PersistentCache
 
     if given is not None and "://" not in given:
-        file = pathlib.Path(given).expanduser()
+        file = expanded(given)
         if file.is_file() and file.suffix in (".sqlite3", ".sqlite", ".db"):
             given = f"sqlite:///{file.resolve()}"
     try:
@@ -179,4 +208,4 @@ def find_entry(place: Place, wanted: str) -> Entry:
 
 def _named(entry: Mapping[str, Any]) -> str:
     device, op_id, call_key = entry["key"]
-    return f"{op_id}:{call_key}  {entry['about'].get('signature', '')}  on {device}"
+    return one_line(f"{op_id}:{call_key}  {entry['about'].get('signature', '')}  on {device}")

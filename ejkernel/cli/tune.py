@@ -16,7 +16,7 @@ from .loading import HOW, Subject, import_modules, load, theirs
 from .output import State, note
 from .programs import Found, invocations_of, operations_of, read_program, stored_result
 from .progress import Watch
-from .records import answer, record_file, record_of
+from .records import answer, record_of, save_record
 from .stores import open_place, open_store
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def tune(
         result = stored_result(selector, invocations_of(found))
     notes = tuple(filter(None, ("interrupted by Ctrl-C" if interrupted else "", trouble)))
     run = record_of(result, title, took, store, model, notes)
-    file = run.save(record or record_file(title))
+    file = save_record(run, title, record)
     if page is not None:
         from ..report import write as write_report
 
@@ -165,7 +165,7 @@ def tune(
     if missing:
         note(
             f"ejkernel: tuned, but not kept: {store.path} does not hold {', '.join(missing)}; see "
-            f"the warnings above. The record {file} has the configs"
+            f"the warnings above{f'. The record {file} has the configs' if file else ''}"
         )
         return Exit.STORE
     return Exit.NOT_WELL if result.skipped else Exit.OK

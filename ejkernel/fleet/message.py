@@ -14,7 +14,7 @@ from typing import Any
 from ..ops.config.agreement import AgreementError, Answer
 from ..ops.config.decision import Decision, Passed
 from ..ops.config.tiers import Request
-from ..ops.utils.serialize import from_plain, loaded_type, qualified_name, to_plain
+from ..ops.utils.serialize import config_type_named, from_plain, qualified_name, to_plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,10 +93,11 @@ class Message:
     def rebuilt(self, request: Request) -> Any:
         """The config of a decision, as a config of this process's kernel."""
         assert self.decision is not None
-        config_type = request.kernel.config_type or loaded_type(self.decision["config_type"])
+        config_type = request.kernel.config_type or config_type_named(self.decision["config_type"])
         try:
             cfg = from_plain(self.decision["config"], config_type)
-            return request.kernel.check_config(cfg, f"process {self.process} decided on")
+            origin = f"process {self.process} decided on"
+            return request.kernel.check_config(cfg, origin, request.inv)
         except (TypeError, ValueError) as error:
             raise AgreementError(
                 f"process {self.process} decided on a config of {described(request)} that this "

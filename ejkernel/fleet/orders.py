@@ -17,7 +17,7 @@ from ..ops.config.persistent import PersistentCache
 from ..ops.config.policy import AutotunePolicy
 from ..ops.config.selection import ConfigSelectorChain
 from ..ops.core.invocation import Invocation
-from ..ops.utils.serialize import from_plain, loaded_type, qualified_name, to_plain
+from ..ops.utils.serialize import config_type_named, from_plain, qualified_name, to_plain
 from ..ops.utils.specification import SpecificationError, read_specification, write_specification
 
 
@@ -55,7 +55,7 @@ class Report:
 
     def rebuilt(self, config_type: Any) -> Any:
         """The config, as `config_type` if it is given."""
-        return from_plain(self.config, config_type or loaded_type(self.config_type))
+        return from_plain(self.config, config_type or config_type_named(self.config_type))
 
 
 def order_of(inv: Invocation[Any, Any]) -> Order | str:

@@ -10,8 +10,9 @@ everything works as before: the XLA implementations serve, and :func:`status` sa
 :func:`build` has made, never compile unasked), `off`.
 """
 
+from .calling import in_exports
 from .libraries import FLASH_ATTENTION, LIBRARIES, Library
-from .loading import loaded, why_not
+from .loading import load_libraries, loaded, why_not
 from .state import BuildFailed, Status, build, status
 from .toolchain import find_compiler
 
@@ -23,6 +24,8 @@ __all__ = [
     "Status",
     "build",
     "find_compiler",
+    "in_exports",
+    "load_libraries",
     "loaded",
     "status",
     "why_not",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
+import os
 import pathlib
 import threading
 
@@ -12,7 +14,14 @@ import jax
 from ejkernel.ops.utils import environment
 
 from .libraries import LIBRARIES, Library
-from .state import BuildFailed, build_library, find, not_built_reason
+from .state import (
+    BuildFailed,
+    build_library,
+    find,
+    find_built,
+    not_built_reason,
+    open_library,
+)
 from .toolchain import Compiler, find_compiler
 
 logger = logging.getLogger(__name__)
@@ -53,11 +62,46 @@ def why_not(library: Library) -> str | None:
         return load(library, file)
 
 
+def load_libraries() -> None:
+    """Load every library now, built first if need be and allowed; raises a `RuntimeError` if not.
+
+    Calling an operation does it by itself. A process that runs programs made elsewhere (executables
+    that were serialised, exported programs that hold native calls) needs them before.
+    """
+    for library in LIBRARIES:
+        if (reason := why_not(library)) is not None:
+            raise RuntimeError(f"the native library of {library.name} cannot be loaded: {reason}")
+
+
+def load_built() -> None:
+    """Load what is built, if that is allowed, and start no compiler: what importing may do.
+
+    XLA looks for the handlers of a program when it loads it, which can be before any operation was
+    called: an executable from another process, or from JAX's compilation cache.
+    """
+    with contextlib.suppress(environment.VariableError):  # first use says what is wrong with it
+        if environment.NATIVE.read() != "off":
+            _load_built()
+
+
+def _load_built() -> None:
+    if environment.CXX.read():
+        return  # it depends on that compiler, which would have to be asked
+    for library in LIBRARIES:
+        with _lock:
+            file = find_built(library)
+            problem = None if file is None else load(library, file)
+        if problem is not None:
+            logger.debug("%s", problem)
+
+
 def _try_to_build(library: Library, compiler: Compiler) -> str:
     try:
         build_library(library)
     except BuildFailed as error:
-        logger.warning("%s", error)
+        # Without a home the store has said so already.
+        homeless = isinstance(error.__cause__, environment.NoHomeFolder)
+        logger.log(logging.INFO if homeless else logging.WARNING, "%s", error)
         return str(error).splitlines()[0]
     return ""
 
@@ -67,14 +111,31 @@ def load(library: Library, file: pathlib.Path) -> str | None:
     if library.name in _loaded:
         return None
     try:
-        functions = ctypes.CDLL(str(file))
+        functions = _opened(file)
         handlers = {name: getattr(functions, name) for name in library.handlers}
-    except (OSError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         return f"the native library {file} cannot be loaded: {error}"
     for name, handler in handlers.items():
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
     _loaded[library.name] = file
     return None
+
+
+def _opened(file: pathlib.Path) -> ctypes.CDLL:
+    """Load the very file that is checked, whatever its name means a moment later."""
+    descriptor = open_library(file)
+    through = f"/proc/self/fd/{descriptor}"
+    known = os.path.exists(through)  # elsewhere only the name is left
+    try:
+        library = ctypes.CDLL(through if known else str(file))
+    except OSError:
+        os.close(descriptor)
+        raise
+    # Otherwise it stays open: the loader knows libraries by their paths, and would take the next
+    # one with the same number for this one.
+    if not known:
+        os.close(descriptor)
+    return library
 
 
 def loaded() -> dict[str, str]:

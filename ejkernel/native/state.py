@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Iterator
 
 from ejkernel.ops.utils import environment
-from ejkernel.store.durable import flush_folder
+from ejkernel.store.private import PrivateFolder
 
 from .libraries import INCLUDE, LIBRARIES, Library
 from .toolchain import FLAGS, Compiler, find_compiler, processor
@@ -62,14 +62,16 @@ class Status:
 
 def status() -> Status:
     """What is there and what will be used. Builds nothing, loads nothing."""
-    mode, compiler, where = environment.NATIVE.read(), find_compiler(), folder()
+    mode, compiler, problem = environment.NATIVE.read(), find_compiler(), _why_not_kept()
     files = {library.name: file for library in LIBRARIES if (file := find(library)) is not None}
     built = len(files) == len(LIBRARIES)
-    compiles = mode == "auto" and isinstance(compiler, Compiler)
+    compiles = mode == "auto" and isinstance(compiler, Compiler) and problem is None
     if mode == "off":
         reason = "native kernels are turned off (EJKERNEL_NATIVE=off)"
     elif built:
-        reason = f"native kernels are built and used, from {where}"
+        reason = f"native kernels are built and used, from {folder()}"
+    elif problem is not None:
+        reason = problem
     elif isinstance(compiler, str):
         reason = f"native kernels are not built, and {compiler}"
     elif compiles:
@@ -81,10 +83,34 @@ def status() -> Status:
         built=built,
         mode=mode,
         compiler=compiler if isinstance(compiler, str) else compiler.version,
-        folder=where,
+        folder=_shown_folder(),
         files=files,
         reason=reason,
     )
+
+
+def _why_not_kept() -> str | None:
+    """Why nothing can be built, or loaded, whatever the compiler is."""
+    try:
+        with PrivateFolder.open(folder()) as place:
+            where = place.path
+    except FileNotFoundError:
+        where = next(place for place in folder().absolute().parents if place.exists())
+        if not os.access(where, os.W_OK | os.X_OK):
+            return (
+                f"native kernels cannot be kept in {folder()}: {where} may not be written; "
+                "EJKERNEL_CACHE_DIR names another folder"
+            )
+    except OSError as error:
+        return f"native kernels cannot be kept: {error.strerror or error}"
+    return None
+
+
+def _shown_folder() -> pathlib.Path:
+    try:
+        return folder()
+    except environment.NoHomeFolder:
+        return pathlib.Path(environment.CACHE_DIR.read(), "native")
 
 
 def not_built_reason() -> str:
@@ -112,22 +138,23 @@ def build_library(library: Library, *, force: bool = False) -> pathlib.Path:
     compiler = find_compiler()
     if isinstance(compiler, str):
         raise BuildFailed(f"native kernels cannot be built: {compiler}")
-    file = folder() / file_name(library, compiler)
+    name = file_name(library, compiler)
     try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _alone(file.parent):
-            if force or not file.exists():  # else another process was faster
-                _build(library, compiler, file)
+        with PrivateFolder.open(folder(), create=True) as place, _alone(place):
+            if force or not _is_trusted(place, name):  # else another process was faster
+                _build(library, compiler, place, name)
+            return place.path / name
+    except environment.NoHomeFolder as error:
+        raise BuildFailed(f"native kernels cannot be kept: {error}") from error
     except OSError as error:
-        where = error.filename or file.parent
+        where = error.filename or folder()
         raise BuildFailed(
             f"native kernels cannot be kept in {where}: {error.strerror or error}; "
             "EJKERNEL_CACHE_DIR names another folder"
         ) from error
-    return file
 
 
-def _build(library: Library, compiler: Compiler, file: pathlib.Path) -> None:
+def _build(library: Library, compiler: Compiler, place: PrivateFolder, name: str) -> None:
     import jax
 
     logger.warning(
@@ -136,63 +163,105 @@ def _build(library: Library, compiler: Compiler, file: pathlib.Path) -> None:
         library.name,
         compiler.version,
     )
-    for left in file.parent.glob(f"{_UNFINISHED}*"):
-        left.unlink(missing_ok=True)
-    unfinished = file.with_name(f"{_UNFINISHED}{uuid.uuid4().hex}.so")
+    for left in place.names():
+        if left.startswith(_UNFINISHED):
+            place.remove(left)
+    unfinished = f"{_UNFINISHED}{uuid.uuid4().hex}.so"
     began = time.monotonic()
     try:
         include = (INCLUDE, pathlib.Path(jax.ffi.include_dir()))
-        said = compiler.compile(library.source, include, unfinished)
+        said = compiler.compile(library.source, include, unfinished, _reached(place))
         if said is not None:
             raise BuildFailed(
                 f"native kernels of {library.name} cannot be compiled with "
                 f"{' '.join(compiler.command)} ({compiler.version}): {said}"
             )
-        with open(unfinished, "rb") as stream:
-            os.fsync(stream.fileno())
-        os.replace(unfinished, file)
-        flush_folder(file.parent)
+        try:
+            with place.opened(unfinished, never=0) as descriptor:
+                if hasattr(os, "fchmod"):
+                    os.fchmod(descriptor, 0o700)
+                os.fsync(descriptor)
+        except (FileNotFoundError, ValueError) as error:
+            raise BuildFailed(
+                f"native kernels of {library.name} cannot be compiled with "
+                f"{' '.join(compiler.command)}: it wrote no library ({error})"
+            ) from error
+        place.move(unfinished, place, name)
     finally:
-        unfinished.unlink(missing_ok=True)
-    logger.info("compiled %s in %.1f s", file, time.monotonic() - began)
+        place.remove(unfinished)
+    logger.info("compiled %s in %.1f s", place.path / name, time.monotonic() - began)
 
 
 _UNFINISHED = ".building-"
 
 
+def _reached(place: PrivateFolder) -> str:
+    """A path that leads to the very folder that is open, if the system has one."""
+    through = f"/proc/self/fd/{place.descriptor}"  # a child has the same descriptor until it starts
+    return through if place.descriptor is not None and os.path.isdir(through) else str(place.path)
+
+
 @contextlib.contextmanager
-def _alone(where: pathlib.Path) -> Iterator[None]:
+def _alone(place: PrivateFolder) -> Iterator[None]:
     """Hold the folder: one build at a time. The lock ends with the process that holds it."""
     try:
         import fcntl
     except ImportError:  # not POSIX: two builds at once both end with a whole file
         yield
         return
-    descriptor = os.open(where, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+    assert place.descriptor is not None
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(place.descriptor, fcntl.LOCK_EX)
+    yield
 
 
 # --- files ---------------------------------------------------------------------------------------
 
 
 def folder() -> pathlib.Path:
-    """Where libraries are kept."""
-    return pathlib.Path(environment.CACHE_DIR.read()).expanduser() / "native"
+    """Where libraries are kept; `NoHomeFolder` if there is no such place."""
+    return environment.cache_folder("native")
 
 
 def find(library: Library) -> pathlib.Path | None:
-    """The library's file, if it is there and no other user could have put it there."""
+    """The library's file, if it is there and no other user could have put it there.
+
+    Whoever loads it opens it again, and checks what was opened: see `open_library`.
+    """
     compiler = find_compiler()
-    if isinstance(compiler, Compiler):
-        candidates = [folder() / file_name(library, compiler)]
-    else:
-        candidates = sorted(folder().glob(f"{library.name}-{_key(library)}-*.so"))
-    return next((file for file in candidates if _is_trusted(file)), None)
+    return _find(library, compiler if isinstance(compiler, Compiler) else None)
+
+
+def find_built(library: Library) -> pathlib.Path | None:
+    """The same, whichever compiler has made it: none is started to be asked."""
+    return _find(library, None)
+
+
+def _find(library: Library, compiler: Compiler | None) -> pathlib.Path | None:
+    try:
+        with PrivateFolder.open(folder()) as place:
+            if compiler is not None:
+                names = [file_name(library, compiler)]
+            else:
+                start = f"{library.name}-{_key(library)}-"
+                names = [n for n in place.names() if n.startswith(start) and n.endswith(".so")]
+            found = next((name for name in names if _is_trusted(place, name)), None)
+            return None if found is None else place.path / found
+    except OSError:
+        return None
+
+
+def open_library(file: pathlib.Path) -> int:
+    """A descriptor of a library that no other user could have made or changed.
+
+    What is loaded runs with our rights: it must be ours, in a folder of ours, where nobody else can
+    replace it. Raises `OSError` or `ValueError` with the reason.
+    """
+    with PrivateFolder.open(file.parent) as place:
+        return place.open_file(file.name, never=_WRITABLE)
+
+
+_WRITABLE = stat.S_IWOTH | stat.S_IWGRP
 
 
 def file_name(library: Library, compiler: Compiler) -> str:
@@ -212,14 +281,9 @@ def _short(*parts: str) -> str:
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
 
 
-def _is_trusted(file: pathlib.Path) -> bool:
-    """What is loaded runs with our rights: it must be ours, where others cannot replace it."""
+def _is_trusted(place: PrivateFolder, name: str) -> bool:
     try:
-        states = (os.stat(file), os.stat(file.parent))
-    except OSError:
+        with place.opened(name, never=_WRITABLE):
+            return True
+    except (OSError, ValueError):
         return False
-    if not hasattr(os, "geteuid"):
-        return True
-    return all(
-        state.st_uid in (os.geteuid(), 0) and not state.st_mode & stat.S_IWOTH for state in states
-    )

@@ -10,6 +10,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+from typing import Any
 
 from ejkernel.ops.utils import environment
 
@@ -42,14 +43,24 @@ class Compiler:
     version: str
 
     def compile(
-        self, source: pathlib.Path, include: tuple[pathlib.Path, ...], output: pathlib.Path
+        self, source: pathlib.Path, include: tuple[pathlib.Path, ...], output: str, where: str
     ) -> str | None:
-        """Compile a shared library; None if that went well, else what the compiler said."""
+        """Compile a shared library, the file `output` in the folder `where`.
+
+        None if that went well, else what the compiler said.
+        """
         folders = [f"-I{folder}" for folder in include]
-        command = [*self.command, *FLAGS, *folders, str(source), "-o", str(output)]
+        command = [*self.command, *FLAGS, *folders, str(source), "-o", output]
+        private: dict[str, Any] = {"umask": 0o077} if os.name == "posix" else {}
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=SECONDS
+                command,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=SECONDS,
+                cwd=where,
+                **private,
             )
         except subprocess.TimeoutExpired:
             return f"it was not done after {SECONDS:.0f} s"
@@ -74,11 +85,11 @@ def find_compiler() -> Compiler | str:
         version = _version(path)
         if version is None:
             return f"CXX={asked!r} does not answer to --version, so it is no usable compiler"
-        return Compiler((path, *command[1:]), version)
+        return Compiler((os.path.abspath(path), *command[1:]), version)
     for name in COMPILERS:
         path = shutil.which(name)
         if path is not None and (version := _version(path)) is not None:
-            return Compiler((path,), version)
+            return Compiler((os.path.abspath(path),), version)
     return f"no C++ compiler was found ({', '.join(COMPILERS)}); install one or set CXX"
 
 
@@ -118,7 +129,9 @@ def processor() -> str:
                     break  # the first core speaks for all
     except OSError:  # not Linux
         pass
-    return f"{platform.machine()} {platform.processor()} {sorted(lines.items())}"
+    # Python may start a program to know the processor's name: not where /proc tells all.
+    name = "" if lines else platform.processor()
+    return f"{platform.machine()} {name} {sorted(lines.items())}"
 
 
 _TELLING = ("model name", "cpu family", "model", "flags", "features", "cpu part", "isa")

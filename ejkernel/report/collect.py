@@ -18,7 +18,8 @@ from ..ops.tuner.race import SURE, compare
 from ..ops.utils.fingerprint import device_fingerprint
 from ..ops.utils.provenance import versions
 from ..ops.utils.serialize import to_plain
-from .record import BeforeAfter, Candidate, Gain, NotTuned, Operation, Run
+from ..store.rows import sound_about
+from .record import BeforeAfter, Candidate, Gain, NotTuned, Operation, Run, is_time
 
 StoreLike = PersistentCache | str | os.PathLike[str] | None
 
@@ -142,8 +143,8 @@ def _operation(entry: Entry, device: str, cache: PersistentCache | None) -> Oper
         call_key=entry.call_key,
         signature=entry.signature,
         config=config,
-        seconds=entry.seconds,
-        heuristic_seconds=entry.heuristic_seconds,
+        seconds=_time(entry.seconds),
+        heuristic_seconds=_time(entry.heuristic_seconds),
         origin=entry.origin,
     )
 
@@ -152,7 +153,8 @@ def _stored_operation(
     entry: Mapping[str, Any], cache: PersistentCache, origin: str = "", like: Any = None
 ) -> Operation:
     """An operation from its entry; fields of configs in the order that they have in `like`."""
-    about = {**entry["about"], "heuristic": _in_order(entry["about"].get("heuristic"), like)}
+    about = sound_about(entry["about"])
+    about["heuristic"] = _in_order(about.get("heuristic"), like)
     trials = [
         {**trial, "config": _in_order(trial.get("config"), like)}
         for trial in cache.trials(entry["key"])
@@ -188,15 +190,15 @@ def _from_about(
         signature=signature,
         config=config,
         heuristic=heuristic,
-        seconds=_number(about.get("seconds")),
-        heuristic_seconds=_number(about.get("heuristic_seconds")),
+        seconds=_time(about.get("seconds")),
+        heuristic_seconds=_time(about.get("heuristic_seconds")),
         gain=_gain(base, best),
         lead=_lead(best, candidates),
         measured=str(about.get("measured") or ""),
         clock=str(about.get("clock") or ""),
         sure=sure if isinstance(sure, bool) else None,
         incomplete=str(about.get("incomplete") or ""),
-        took=_number(about.get("took")),
+        took=_time(about.get("took")),
         origin=origin,
         when=str(about.get("when") or ""),
         where=str(about.get("where") or ""),
@@ -214,9 +216,11 @@ def _candidate(trial: Mapping[str, Any]) -> Candidate:
     return Candidate(
         config=trial.get("config"),
         verdict=str(trial.get("verdict", "")),
-        seconds=_number(trial.get("seconds")),
+        seconds=_time(trial.get("seconds")),
         samples=tuple(
-            ns * 1e-9 for ns in trial.get("samples_ns") or () if type(ns) in (int, float) and ns > 0
+            ns * 1e-9
+            for ns in trial.get("samples_ns") or ()
+            if type(ns) in (int, float) and 1e-6 < ns < 1e21
         ),
         reason=str(trial.get("reason") or ""),
     )
@@ -275,5 +279,6 @@ def _name(config: Any) -> str:
     return json.dumps(config, sort_keys=True, default=str)
 
 
-def _number(value: Any) -> float | None:
-    return float(value) if type(value) in (int, float) and math.isfinite(value) else None
+def _time(value: Any) -> float | None:
+    """Seconds, unless what somebody stored is none."""
+    return float(value) if type(value) in (int, float) and is_time(value) else None

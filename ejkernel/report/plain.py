@@ -9,6 +9,8 @@ import types
 import typing
 from typing import Any, TypeVar
 
+from ..store.reading import parse_json, shown
+
 T = TypeVar("T")
 
 MARK = "ejkernel_run"
@@ -24,11 +26,11 @@ def as_text(record: Any, schema: int) -> str:
     return json.dumps({MARK: schema, **_plain(record)}, indent=1, allow_nan=False)
 
 
-def from_text(kind: type[T], text: str, schema: int, where: str) -> T:
+def from_text(kind: type[T], text: str | bytes, schema: int, where: str) -> T:
     """Rebuild a record from its text, or say in one sentence why that cannot be."""
     try:
-        plain = json.loads(text, parse_constant=_no_such_number)
-    except (ValueError, RecursionError) as error:
+        plain = parse_json(text)
+    except ValueError as error:
         raise NotARun(
             f"{where} is not the record of a tuning run, or was cut off: {error}"
         ) from error
@@ -39,15 +41,15 @@ def from_text(kind: type[T], text: str, schema: int, where: str) -> T:
         )
     found = plain[MARK]
     if type(found) is not int or found < 1:
-        raise NotARun(f"{where} is damaged: its schema is {found!r}")
+        raise NotARun(f"{where} is damaged: its schema is {shown(found)}")
     if found > schema:
         raise NotARun(
-            f"{where} was written by a newer ejkernel (schema {found}, this one knows {schema}); "
-            "update ejkernel to read it"
+            f"{where} was written by a newer ejkernel (schema {shown(found)}, this one knows "
+            f"{schema}); update ejkernel to read it"
         )
     try:
         return typing.cast(T, _read(plain, kind, ""))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise NotARun(f"{where} is damaged: {error}") from error
 
 
@@ -82,6 +84,8 @@ def _read(value: Any, hint: Any, path: str) -> Any:
         return {name: _read(item, inner[1], f"{path}.{name}") for name, item in items.items()}
     if hint is float and type(value) is int:
         return float(value)
+    if hint is float and type(value) is float and not math.isfinite(value):
+        raise ValueError(f"{path} is {value}, which is not a number of JSON")
     return _checked(value, hint, path)
 
 
@@ -100,10 +104,5 @@ def _read_record(value: Any, kind: type, path: str) -> Any:
 
 def _checked(value: Any, kind: type, path: str) -> Any:
     if type(value) is not kind:
-        shown = repr(value) if len(repr(value)) < 60 else f"{repr(value)[:57]}…"
-        raise TypeError(f"{path or 'it'} must be a {kind.__name__}, got {shown}")
+        raise TypeError(f"{path or 'it'} must be a {kind.__name__}, got {shown(value)}")
     return value
-
-
-def _no_such_number(name: str) -> float:
-    raise ValueError(f"{name} is not a number of JSON")

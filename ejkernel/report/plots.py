@@ -302,7 +302,8 @@ def _cell(operation: Operation, drawn: Map, row: Value, column: Value) -> Markup
             data_tip=f"{candidate.verdict}\n{tip}",
         )
     fastest = operation.seconds or candidate.seconds
-    slower = math.log(max(candidate.seconds / fastest, 1.0)) / math.log(SLOWEST_SHADE)
+    ratio = candidate.seconds / fastest if fastest else 1.0  # both too quick for the clock
+    slower = math.log(max(ratio, 1.0)) / math.log(SLOWEST_SHADE)
     heat = round(100 * max(0.0, 1 - slower) ** 2)
     kind = "best" if candidate.config == operation.config else None
     return tag(

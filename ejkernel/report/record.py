@@ -6,9 +6,10 @@ Nothing here needs JAX: a run that was saved on a cluster can be read and shown 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .plain import NotARun, as_text, from_text
@@ -17,6 +18,25 @@ if TYPE_CHECKING:
     from ..ops import AutotuningResult, PersistentCache
 
 SCHEMA = 1
+
+
+def is_time(seconds: float) -> bool:
+    """True for seconds that a clock can have given; 0 is what it could not tell from nothing.
+
+    >>> is_time(1e-3), is_time(0), is_time(-1.0), is_time(1e-320)
+    (True, True, False, False)
+    """
+    return seconds == 0 or 1e-15 <= seconds <= 1e12
+
+
+def _check_times(record: object, **times: float | Sequence[float] | None) -> None:
+    for name, value in times.items():
+        for seconds in value if isinstance(value, Sequence) else (value,):
+            # A number that JSON lacks is none, and is written as that.
+            if seconds is not None and math.isfinite(seconds) and not is_time(seconds):
+                raise ValueError(
+                    f"{type(record).__name__}: {name} has {seconds!r}, which is no time in seconds"
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +50,11 @@ class Gain:
     times: float
     low: float
     high: float
+
+    def __post_init__(self) -> None:
+        for ratio in (self.times, self.low, self.high):
+            if math.isfinite(ratio) and ratio != 0 and not 1e-30 <= ratio <= 1e30:
+                raise ValueError(f"Gain: {ratio!r} is no ratio of two times")
 
     @property
     def is_real(self) -> bool:
@@ -54,6 +79,9 @@ class Candidate:
     seconds: float | None = None
     samples: tuple[float, ...] = ()
     reason: str = ""
+
+    def __post_init__(self) -> None:
+        _check_times(self, seconds=self.seconds, samples=self.samples)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +131,11 @@ class Operation:
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     candidates: tuple[Candidate, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_times(
+            self, seconds=self.seconds, heuristic_seconds=self.heuristic_seconds, took=self.took
+        )
 
     @property
     def name(self) -> str:
@@ -157,6 +190,11 @@ class BeforeAfter:
     difference: float | None = None
     notes: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not self.before or not self.after:
+            raise ValueError("BeforeAfter: before and after need a run each")
+        _check_times(self, before=self.before, after=self.after)
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -187,6 +225,9 @@ class Run:
     command: str = ""
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_times(self, seconds=self.seconds)
 
     @classmethod
     def of(
@@ -237,14 +278,17 @@ class Run:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Run:
         """Read what `save` wrote. A file that is something else is a `NotARun` error."""
-        file = pathlib.Path(path)
+        from ..store.reading import read_regular
+
         try:
-            text = file.read_text(encoding="utf-8")
+            data = read_regular(path)
         except OSError as error:
-            raise NotARun(f"{file} cannot be read: {error.strerror or error}") from error
-        except UnicodeDecodeError as error:
-            raise NotARun(f"{file} is not the record of a tuning run: it is no text") from error
-        return cls.loads(text, str(file))
+            raise NotARun(f"{os.fspath(path)} cannot be read: {error.strerror or error}") from error
+        except ValueError as error:
+            raise NotARun(
+                f"{os.fspath(path)} is not the record of a tuning run: {error}"
+            ) from error
+        return cls.loads(data, os.fspath(path))
 
     def _repr_html_(self) -> str:
         """The whole report in a notebook's cell, apart from the notebook's own page."""
@@ -269,6 +313,6 @@ class Run:
         return as_text(self, SCHEMA)
 
     @classmethod
-    def loads(cls, text: str, where: str = "the text") -> Run:
+    def loads(cls, text: str | bytes, where: str = "the text") -> Run:
         """Read what `dumps` gave; `where` is what errors call it."""
         return from_text(cls, text, SCHEMA, where)

@@ -156,5 +156,5 @@ def _rank(candidate: Candidate) -> tuple[int, float]:
 
 def _order(value: Value) -> tuple[int, float, str]:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return (0, float(value), "")
+        return (0, value, "")  # as it is: an integer may be larger than any float
     return (1, 0.0, str(value))

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from ..markup import one_line
 from .durable import write_whole
+from .keys import to_columns
 from .quality import quality, why_better
+from .reading import LARGEST, parse_json, read_regular, shown
+from .rows import sound_about, wrong_about
 
 FORMAT = "ejkernel-configs"
 VERSION = 1
@@ -46,7 +51,7 @@ class Conflict:
     def __str__(self) -> str:
         device, op_id, call_key = self.key
         what = self.kept["about"].get("signature") or call_key
-        return (
+        return one_line(
             f"{op_id}({what}) on {device}: kept {_brief(self.kept)} over {_brief(self.dropped)}: "
             f"{self.reason}"
         )
@@ -100,48 +105,58 @@ class Bundle:
         document = {
             "format": FORMAT,
             "version": VERSION,
-            "entries": [{**entry, "key": list(entry["key"])} for entry in self],
+            "entries": [
+                {**entry, "key": list(entry["key"]), "about": _finite(entry["about"])}
+                for entry in self
+            ],
         }
         return json.dumps(document, indent=1, sort_keys=True) + "\n"
 
     @classmethod
-    def loads(cls, text: str, name: str = "bundle") -> Bundle:
-        """The bundle of a text; `BundleError` says what is wrong with it."""
+    def loads(cls, text: str | bytes, name: str = "bundle") -> Bundle:
+        """The bundle of a text; `BundleError`, and nothing else, says what is wrong with it."""
         try:
-            document = json.loads(text)
+            document = parse_json(text)
         except ValueError as error:
             raise BundleError(f"{name} is not JSON: {error}") from error
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise BundleError(f'{name} is no bundle of configs: it lacks "format": "{FORMAT}"')
         version = document.get("version")
-        if not isinstance(version, int) or version < 1:
-            raise BundleError(f"{name}: version={version!r} must be a whole number")
+        if type(version) is not int or version < 1:
+            raise BundleError(f"{name}: version={shown(version)} must be a whole number")
         if version > VERSION:
             raise BundleError(
-                f"{name} was written by a newer ejkernel (version {version}, this one reads "
+                f"{name} was written by a newer ejkernel (version {shown(version)}, this one reads "
                 f"{VERSION}); upgrade ejkernel to read it"
             )
         entries = document.get("entries")
         if not isinstance(entries, list):
             raise BundleError(f"{name}: entries must be a list, got {type(entries).__name__}")
         try:
+            for number, entry in enumerate(entries):
+                _check_about(entry, f"entry {number}")
             return cls(entries)
         except BundleError as error:
             raise BundleError(f"{name}: {error}") from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Bundle:
-        """The bundle in a file."""
-        file = pathlib.Path(path)
+        """The bundle in a regular file of at most 64 MiB."""
         try:
-            text = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise BundleError(f"{file} is not text: {error}") from error
-        return cls.loads(text, str(file))
+            data = read_regular(path)
+        except ValueError as error:
+            raise BundleError(f"{os.fspath(path)} is no bundle of configs: {error}") from error
+        return cls.loads(data, os.fspath(path))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it: whole, or not at all."""
-        write_whole(pathlib.Path(path), self.dumps())
+        text = self.dumps()
+        if len(text) > LARGEST:  # it is ASCII
+            raise BundleError(
+                f"{os.fspath(path)}: {len(self)} entries are {len(text):,} bytes, and bundles of "
+                f"at most {LARGEST:,} are read; write one per operation or device"
+            )
+        write_whole(pathlib.Path(path), text)
 
     # --- with others -----------------------------------------------------------------------------
 
@@ -182,13 +197,17 @@ def _checked(entry: Any, where: str) -> Entry:
     key = entry["key"]
     whole = isinstance(key, (list, tuple)) and len(key) == 3
     if not whole or not all(isinstance(part, str) for part in key):
-        raise BundleError(f"{where}: key must be [device, op_id, call_key], got {key!r}")
+        raise BundleError(f"{where}: key must be [device, op_id, call_key], got {shown(key)}")
+    try:
+        to_columns(tuple(key))
+    except ValueError as error:
+        raise BundleError(f"{where}: {error}") from error
     if not isinstance(entry["config_type"], str):
-        raise BundleError(f"{where}: config_type must be text, got {entry['config_type']!r}")
+        raise BundleError(f"{where}: config_type must be text, got {shown(entry['config_type'])}")
     if not isinstance(entry["about"], Mapping):
-        raise BundleError(f"{where}: about must be an object, got {entry['about']!r}")
-    about = {name: value for name, value in entry["about"].items() if name != "trials"}
-    trials = entry["about"].get("trials")
+        raise BundleError(f"{where}: about must be an object, got {shown(entry['about'])}")
+    about = sound_about(entry["about"])
+    trials = about.pop("trials", None)
     if trials is not None:
         about["tried"] = len(trials)
     return {
@@ -199,6 +218,23 @@ def _checked(entry: Any, where: str) -> Entry:
     }
 
 
+def _check_about(entry: Any, where: str) -> None:
+    """What stands in a file is of its kind, or the file is not used."""
+    about = entry.get("about") if isinstance(entry, dict) else None
+    for name, value in about.items() if isinstance(about, dict) else ():
+        if wrong_about(name, value):
+            raise BundleError(f"{where}: its {shown(name)} is {shown(value)}")
+
+
+def _finite(value: Any) -> Any:
+    """Plain data in the numbers that JSON has; the others are as good as not known."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
 def _order(key: Key) -> tuple[str, str, str]:
     device, op_id, call_key = key
     return (op_id, device, call_key)
@@ -206,7 +242,7 @@ def _order(key: Key) -> tuple[str, str, str]:
 
 def _named(key: Key) -> str:
     device, op_id, call_key = key
-    return f"{op_id}:{call_key} on {device}"
+    return one_line(f"{op_id}:{call_key} on {device}")
 
 
 def _brief(entry: Entry) -> str:

@@ -17,6 +17,8 @@ from sqlalchemy.pool import NullPool, QueuePool
 from .errors import StoreBusy, StoreError
 from .failures import in_words, lost_connection, meaning
 from .folder import PATIENCE
+from .harmless import make_harmless
+from .leftover import leave_mark
 from .location import FolderLocation, ServerLocation
 
 T = TypeVar("T")
@@ -64,7 +66,13 @@ class Database:
                     options = {"ejkernel_writes": True} if writes else self._reading
                     connection = connection.execution_options(**options)
                     with connection.begin():
-                        return work(connection)
+                        if not writes or connection.dialect.name != "sqlite":
+                            return work(connection)
+                        before = _changes(connection)
+                        done = work(connection)
+                        if _changes(connection) != before:
+                            leave_mark(connection)
+                        return done
             except (sa.exc.SQLAlchemyError, sqlite3.Error) as error:
                 failure = meaning(error)(f"{self._shown}: {self._scrub(in_words(error))}")
                 lost = lost_connection(error)
@@ -78,6 +86,11 @@ class Database:
                 raise failure
             else:
                 time.sleep(random.uniform(0.001, 0.02))
+
+
+def _changes(connection: sa.Connection) -> int:
+    """How many rows an SQLite connection has changed since it was opened."""
+    return int(connection.connection.driver_connection.total_changes)  # type: ignore[union-attr]
 
 
 @functools.cache
@@ -121,6 +134,7 @@ def _sqlite_engine(file: pathlib.Path, mode: str) -> sa.Engine:
             isolation_level=None,  # transactions begin where we say so
         )
         connection.text_factory = _readable  # damaged text costs its entry, not the query
+        make_harmless(connection)
         return connection
 
     # If it is not as immutable as it looks, every new connection sees the latest state.
@@ -143,7 +157,6 @@ def _prepare_sqlite(connection: Any, record: object) -> None:
     for pragma in (
         "foreign_keys = ON",
         "synchronous = FULL",  # what was acknowledged survives a power cut too
-        "trusted_schema = OFF",  # nothing that a file defines is run
         "cell_size_check = ON",
     ):
         connection.execute(f"PRAGMA {pragma}")

@@ -8,7 +8,14 @@ import uuid
 
 
 def write_whole(file: pathlib.Path, text: str) -> None:
-    """Write a file under another name and move it into place; its folder is made if need be."""
+    """Write a file under another name and move it into place; its folder is made if need be.
+
+    A pipe or a device (`/dev/stdout`) is written to and stays what it is; so does a link.
+    """
+    file = pathlib.Path(os.path.realpath(file))
+    if file.exists() and not file.is_file() and not file.is_dir():
+        file.write_text(text, encoding="utf-8")
+        return
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".writing-{uuid.uuid4().hex}")
     try:

@@ -57,6 +57,12 @@ class StoreDamaged(StoreError):
     trouble = "damaged"
 
 
+class StoreLeftOver(StoreError):
+    """Beside its file lies the log of another one."""
+
+    trouble = "left over"
+
+
 class StoreGone(StoreError):
     """Its tables were removed while it was open."""
 

@@ -13,6 +13,7 @@ from .errors import (
     StoreReadOnly,
     StoreUnavailable,
 )
+from .harmless import RUNS_SOMETHING
 
 _SQLITE: dict[int, type[StoreError]] = {
     sqlite3.SQLITE_BUSY: StoreBusy,
@@ -20,6 +21,7 @@ _SQLITE: dict[int, type[StoreError]] = {
     sqlite3.SQLITE_PROTOCOL: StoreBusy,
     sqlite3.SQLITE_CORRUPT: StoreDamaged,
     sqlite3.SQLITE_NOTADB: StoreDamaged,
+    sqlite3.SQLITE_AUTH: StoreUnavailable,  # see `harmless`
     sqlite3.SQLITE_READONLY: StoreReadOnly,
     sqlite3.SQLITE_FULL: StoreFull,
     sqlite3.SQLITE_CANTOPEN: StoreUnavailable,
@@ -68,5 +70,7 @@ def lost_connection(error: BaseException) -> bool:
 def in_words(error: BaseException) -> str:
     """The driver's own message, in one line, without SQL and without parameters."""
     original = getattr(error, "orig", None) or error
+    if getattr(original, "sqlite_errorcode", None) == sqlite3.SQLITE_AUTH:
+        return RUNS_SOMETHING
     words = " ".join(str(original).split()) or type(original).__name__
     return f"there is no room to write ({words})" if meaning(error) is StoreFull else words

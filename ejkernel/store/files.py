@@ -6,30 +6,40 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import stat
 import uuid
 
-from . import folder, in_use, quarantine, schema
+from . import folder, in_use, leftover, quarantine, schema
 from .database import Database, new_file, open_file
 from .durable import flush_folder
-from .errors import StoreDamaged, StoreError, StoreGone, StoreReadOnly, StoreUnavailable
+from .errors import (
+    StoreDamaged,
+    StoreError,
+    StoreGone,
+    StoreLeftOver,
+    StoreReadOnly,
+    StoreUnavailable,
+)
 from .folder import Identity
 from .location import FolderLocation
 from .notices import Notices
 from .opening import bring_up_to_date, create_or_migrate
+from .private import make_private
 
 
 @dataclasses.dataclass
 class _Opened:
     database: Database
     identity: Identity
+    path: str
     refusal: StoreError | None  # why it may not be written
 
     def __post_init__(self) -> None:
-        in_use.opened(self.identity)
+        in_use.opened(self.identity, self.path)
 
     def close(self) -> None:
         self.database.close()
-        in_use.closed(self.identity)
+        in_use.closed(self.identity, self.path)
 
 
 class FileHome:
@@ -69,6 +79,10 @@ class FileHome:
         self.close()
         if isinstance(error, StoreGone):
             return True
+        if isinstance(error, StoreLeftOver):
+            with folder.as_store_errors(self._location):
+                self._say_left_over(quarantine.set_log_aside(self._location))
+            return True
         if not isinstance(error, StoreDamaged):
             return False
         with folder.as_store_errors(self._location):
@@ -81,6 +95,15 @@ class FileHome:
                 "kept; work goes on with an empty store",
             )
         return True
+
+    def _say_left_over(self, moved: pathlib.Path | None) -> None:
+        if moved is not None:
+            self._notices.once(
+                str(moved),
+                f"the log that lay beside {self._location.file} is of another file, which was "
+                f"removed or replaced. It was moved to {moved}-* and is kept; what it holds is not "
+                "in the store",
+            )
 
     def close(self) -> None:
         """Close the file, if it is open."""
@@ -99,8 +122,13 @@ class FileHome:
             reason = quarantine.wrong_from_the_start(file, there)
             if reason is not None:
                 raise StoreDamaged(f"{file} is damaged: {reason}")
+            reason = leftover.irregular(file)
+            if reason is not None:
+                raise StoreUnavailable(reason)
+            if leftover.has_foreign_log(file, there):
+                raise StoreLeftOver(f"beside {file} lies the log of another file")
             database, found, refusal = self._connected()
-            opened = _Opened(database, there, refusal)
+            opened = _Opened(database, there, str(file), refusal)
         try:
             if found is None:
                 raise StoreDamaged(f"{file} has not the tables of a store")
@@ -127,6 +155,8 @@ class FileHome:
             except StoreError:
                 database.close()
                 raise
+        if folder.identity(self._location) is None:
+            raise StoreGone(f"{self._location.file} was removed a moment ago")
         raise StoreUnavailable(f"{refusal}. Check who may read and write {self._location.folder}")
 
     def _has_log(self) -> bool:
@@ -139,7 +169,7 @@ class FileHome:
         """Make the file under another name and move it into place: it is never seen half made."""
         location = self._location
         try:
-            location.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(location.folder)
         except OSError as error:
             raise StoreUnavailable(f"{location.folder} cannot be made: {error.strerror}") from None
         with folder.held(location, alone=True) as really:
@@ -149,8 +179,9 @@ class FileHome:
                 self._remove_unfinished()
             draft = location.folder / f"{location.name}.new-{uuid.uuid4().hex}"
             try:
-                draft.touch(exist_ok=False)
+                self._touch(draft)
                 self._fill(draft)
+                self._say_left_over(quarantine.move_log(location))  # of a file that was removed
                 if really:
                     os.rename(draft, location.file)
                 else:  # two may be here at once: the first one wins
@@ -167,6 +198,20 @@ class FileHome:
             finally:
                 self._remove(draft)
 
+    def _touch(self, draft: pathlib.Path) -> None:
+        """An empty file, as private as its folder: a folder that we made is ours alone.
+
+        Whoever shares a folder, with a group or to be read, shares the store, whatever the umask.
+        SQLite gives the files beside it the same mode.
+        """
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            if os.name == "posix":
+                shared = os.stat(self._location.folder).st_mode & 0o066
+                os.fchmod(descriptor, 0o600 | (0 if shared & stat.S_IWOTH else shared))
+        finally:
+            os.close(descriptor)
+
     def _fill(self, draft: pathlib.Path) -> None:
         journal = "DELETE" if folder.on_network(self._location.folder) else "WAL"
         database = new_file(draft, str(self._location.file), journal=journal)
@@ -177,9 +222,10 @@ class FileHome:
 
     def _remove_unfinished(self) -> None:
         for left in self._location.folder.glob(f"{self._location.name}.new-*"):
-            left.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # whatever it is, it is not in the way
+                left.unlink()
 
     def _remove(self, draft: pathlib.Path) -> None:
-        for suffix in ("", *quarantine.COMPANIONS):
+        for suffix in ("", *leftover.COMPANIONS):
             with contextlib.suppress(OSError):
                 pathlib.Path(f"{draft}{suffix}").unlink(missing_ok=True)

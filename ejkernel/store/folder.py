@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from .errors import StoreBusy, StoreError, StoreRefused, StoreUnavailable
 from .location import FolderLocation
+from .reading import not_regular
 
 Identity = tuple[int, int]
 
@@ -22,13 +23,19 @@ _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "beegfs", 
 
 
 def identity(location: FolderLocation) -> Identity | None:
-    """Which file is there now: device and inode; None if there is none."""
+    """Which file is there now: device and inode; None if there is none.
+
+    Something else than a file in its place is as good as no store: opening a pipe would wait.
+    """
     try:
         status = os.stat(location.file)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise StoreUnavailable(f"{location.file} cannot be read: {error.strerror}") from None
+    reason = not_regular(status)
+    if reason is not None:
+        raise StoreUnavailable(f"{location.file} cannot be read: {reason}")
     return status.st_dev, status.st_ino
 
 
@@ -65,37 +72,53 @@ def check_owner(location: FolderLocation) -> None:
             link = os.lstat(place)
             if not stat.S_ISLNK(link.st_mode):
                 continue
-            if not _ours(link):
-                raise _refused(place, f"it is a link made by {_user(link.st_uid)}")
-            if not _ours(os.stat(place)):
-                target, owner = os.path.realpath(place), _user(os.stat(place).st_uid)
+            if not ours(link):
+                raise _refused(place, f"it is a link made by {user(link.st_uid)}")
+            if not ours(os.stat(place)):
+                target, owner = os.path.realpath(place), user(os.stat(place).st_uid)
                 raise _refused(place, f"it is a link to {target}, which belongs to {owner}")
     status = os.stat(folder)
-    if not _ours(status, root=False) and status.st_mode & stat.S_IWOTH:
-        raise _refused(folder, f"it belongs to {_user(status.st_uid)} and everyone may write in it")
+    if not ours(status, root=False) and status.st_mode & stat.S_IWOTH:
+        raise _refused(folder, f"it belongs to {user(status.st_uid)} and everyone may write in it")
     _check_parent(folder)
 
 
 def _check_parent(folder: pathlib.Path) -> None:
-    """Where everyone may rename what is not theirs, our folder can be replaced at any time."""
+    reason = reason_against_parent(folder)
+    if reason is not None:
+        raise _refused(folder, reason)
+
+
+def reason_against_parent(folder: pathlib.Path, *, shared: bool = True) -> str | None:
+    """Why the folder above a folder makes that useless: its owner can replace what is in it.
+
+    The sticky bit binds everyone but the owner. One in which not everyone may write is fine if it
+    may be `shared` with a group.
+    """
     parent = next((p for p in folder.absolute().parents if os.path.isdir(p)), None)
-    if parent is None:
-        return
-    status = os.stat(parent)
-    open_to_all = status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX
-    if open_to_all and not _ours(status):
-        raise _refused(
-            folder,
-            f"the folder {parent} above it belongs to {_user(status.st_uid)} and everyone may "
-            "replace what is in it",
-        )
+    if parent is None or not hasattr(os, "geteuid"):
+        return None
+    status, link = os.stat(parent), os.lstat(parent)
+    if stat.S_ISLNK(link.st_mode) and not ours(link):
+        return f"the folder {parent} above it is a link made by {user(link.st_uid)}"
+    if ours(status) or (shared and not status.st_mode & stat.S_IWOTH):
+        return None
+    everyone = " and everyone may write in it" if status.st_mode & stat.S_IWOTH else ""
+    return (
+        f"the folder {parent} above it belongs to {user(status.st_uid)}{everyone}, who may replace "
+        "what is in it"
+    )
 
 
-def _ours(status: os.stat_result, root: bool = True) -> bool:
+def ours(status: os.stat_result, root: bool = True) -> bool:
+    """True if something belongs to this user, or to root, who can do everything anyway."""
+    if not hasattr(os, "geteuid"):
+        return True
     return status.st_uid == os.geteuid() or (root and status.st_uid == 0)
 
 
-def _user(uid: int) -> str:
+def user(uid: int) -> str:
+    """A user, for a message."""
     return "root" if uid == 0 else f"another user (uid {uid})"
 
 

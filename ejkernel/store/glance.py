@@ -8,23 +8,35 @@ from __future__ import annotations
 
 import sqlite3
 
-from . import folder
-from .errors import StoreDamaged, StoreError
+from . import folder, in_use, leftover
+from .errors import StoreDamaged, StoreError, StoreLeftOver, StoreUnavailable
 from .failures import in_words, meaning
+from .harmless import make_harmless
 from .location import FolderLocation
 
 
 def count_entries(location: FolderLocation) -> int | None:
     """How many entries the file of a store has; None if there is no file. Raises `StoreError`."""
     with folder.as_store_errors(location):
-        if folder.identity(location) is None:
+        there = folder.identity(location)
+        if there is None:
             return None
         folder.check_owner(location)
+        reason = leftover.irregular(location.file)
+        if reason is not None:
+            raise StoreUnavailable(reason)
+        with in_use.guard:
+            foreign = leftover.has_foreign_log(location.file, there)
+        if foreign:
+            raise StoreLeftOver(
+                f"beside {location.file} lies the log of another file; it will be moved aside when "
+                "something is read or kept"
+            )
     try:
         uri = f"{location.file.absolute().as_uri()}?mode=ro"
         connection = sqlite3.connect(uri, uri=True, timeout=1.0)
         try:
-            connection.execute("PRAGMA trusted_schema = OFF")
+            make_harmless(connection)
             (found,) = connection.execute("SELECT count(*) FROM ejkernel_entries").fetchone()
             return int(found)
         finally:

@@ -15,23 +15,28 @@ from .folder import Identity
 guard = threading.RLock()
 """Held from looking whether a file is open until it is; taken after the lock on its folder."""
 
-_open: collections.Counter[Identity] = collections.Counter()
+_open: collections.Counter[tuple[Identity, str]] = collections.Counter()
 
 
 def is_open(file: Identity) -> bool:
     """True if SQLite has the file open in this process."""
-    return _open[file] > 0
+    return any(known == file for known, _ in _open)
 
 
-def opened(file: Identity) -> None:
+def another_is_open(file: Identity, path: str) -> bool:
+    """True if SQLite has another file open in this process that was at the same path."""
+    return any(known != file and where == path for known, where in _open)
+
+
+def opened(file: Identity, path: str) -> None:
     """One more connection."""
     with guard:
-        _open[file] += 1
+        _open[file, path] += 1
 
 
-def closed(file: Identity) -> None:
+def closed(file: Identity, path: str) -> None:
     """One less."""
     with guard:
-        _open[file] -= 1
-        if _open[file] <= 0:
-            del _open[file]
+        _open[file, path] -= 1
+        if _open[file, path] <= 0:
+            del _open[file, path]

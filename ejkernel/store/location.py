@@ -14,6 +14,8 @@ import re
 import urllib.parse
 from typing import Any
 
+from .errors import StoreUnavailable
+
 FILE_NAME = "configs.sqlite3"
 
 _HARMLESS = {
@@ -75,13 +77,23 @@ def locate(given: str | os.PathLike[str]) -> Location:
     """
     if isinstance(given, str) and "://" in given:
         return _from_url(given)
-    folder = pathlib.Path(given).expanduser()
+    folder = expanded(given)
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise NotADirectoryError(
             f"PersistentCache: path={str(folder)!r} is a file; give a folder (it is created "
             "when the first config is kept) or a URL"
         )
     return FolderLocation(folder)
+
+
+def expanded(given: str | os.PathLike[str]) -> pathlib.Path:
+    """A path in which `~` stands for a home folder; `StoreUnavailable` if nobody has that."""
+    try:
+        return pathlib.Path(given).expanduser()
+    except RuntimeError:
+        raise StoreUnavailable(
+            f"{os.fspath(given)}: there is no such home folder; give another path"
+        ) from None
 
 
 def _from_url(text: str) -> Location:
@@ -119,7 +131,7 @@ def _sqlite_file(url: Any) -> FolderLocation:
             "PersistentCache: an SQLite URL names a file and has no parameters, as in "
             "sqlite:////home/me/configs.sqlite3; for configs in memory use ConfigCache"
         )
-    file = pathlib.Path(url.database).expanduser()
+    file = expanded(url.database)
     return FolderLocation(file.parent, file.name)
 
 

@@ -6,14 +6,12 @@ import datetime
 import os
 import pathlib
 
-from . import folder, in_use, schema
+from . import folder, in_use, leftover, schema
 from .database import open_file
 from .errors import StoreDamaged, StoreUnavailable
 from .folder import Identity
+from .leftover import COMPANIONS
 from .location import FolderLocation
-
-COMPANIONS = ("-wal", "-shm", "-journal")
-"""What SQLite keeps beside a file while it is in use."""
 
 _MAGIC = b"SQLite format 3\0"
 
@@ -38,6 +36,51 @@ def set_aside(location: FolderLocation, seen: Identity | None) -> tuple[pathlib.
                 f"{location.file} is damaged ({reason}) and cannot be moved aside: "
                 f"{error.strerror}; move it away yourself"
             ) from None
+
+
+def set_log_aside(location: FolderLocation) -> pathlib.Path | None:
+    """Move the log of another file away from this one; where to, or None if there is none.
+
+    Others that have the file open would go on with the log that they know, and what they write
+    there would be lost. That can only be if the file was overwritten while they had it open.
+    """
+    with folder.held(location, alone=True), in_use.guard:
+        there = folder.identity(location)
+        if there is None or in_use.is_open(there):
+            return None
+        try:
+            with leftover.nobody_uses(location.file) as alone:
+                if not leftover.log_is_foreign(location.file, there, alone):  # looked at again
+                    return None
+                if not alone:
+                    raise StoreUnavailable(
+                        f"{location.file} was overwritten while other processes have it open; end "
+                        "them, and it can be used"
+                    )
+                return move_log(location)
+        except StoreUnavailable:
+            raise
+        except OSError as error:
+            raise StoreUnavailable(
+                f"beside {location.file} lies the log of another file, which cannot be moved "
+                f"aside: {error.strerror}; move it away yourself"
+            ) from None
+
+
+def move_log(location: FolderLocation) -> pathlib.Path | None:
+    """Move what SQLite keeps beside a file away from its place; where to, None if there is nothing.
+
+    To be called with the lock on the folder, when nobody has the file open or there is none. Who
+    still has a file that was removed goes on with its own log, under another name.
+    """
+    target = _free_name(location, "left-over")
+    moved = False
+    for suffix in COMPANIONS:
+        part = pathlib.Path(f"{location.file}{suffix}")
+        if os.path.lexists(part):
+            os.rename(part, f"{target}{suffix}")
+            moved = True
+    return target if moved else None
 
 
 def wrong_from_the_start(file: pathlib.Path, identity: Identity) -> str | None:
@@ -77,14 +120,19 @@ def damage(location: FolderLocation, identity: Identity) -> str | None:
 
 
 def _move(location: FolderLocation) -> pathlib.Path:
-    moment = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
-    target, number = location.folder / f"{location.name}.damaged-{moment}", 1
-    while os.path.lexists(target):
-        number += 1
-        target = location.folder / f"{location.name}.damaged-{moment}-{number}"
+    target = _free_name(location, "damaged")
     # The file itself goes last. Beside a new, empty file SQLite would delete a log it finds.
     for suffix in (*COMPANIONS, ""):
         part = location.folder / f"{location.name}{suffix}"
         if os.path.lexists(part):
             os.rename(part, f"{target}{suffix}")
+    return target
+
+
+def _free_name(location: FolderLocation, why: str) -> pathlib.Path:
+    moment = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+    target, number = location.folder / f"{location.name}.{why}-{moment}", 1
+    while any(os.path.lexists(f"{target}{suffix}") for suffix in ("", *COMPANIONS)):
+        number += 1
+        target = location.folder / f"{location.name}.{why}-{moment}-{number}"
     return target

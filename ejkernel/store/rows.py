@@ -10,10 +10,15 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from .errors import StoreError
 from .keys import Key, from_columns, storable, to_columns
+from .reading import parse_json, shown
 
 COMPILERS = ("jax", "jaxlib", "backend")
 """Of the versions of an entry, those that make the program: another one makes other timings."""
+
+LARGEST_VALUE = 8 * 2**20
+"""Bytes of the largest value that is kept or read: they have some thousand."""
 
 NOT_TRIED = "not tried"
 """The verdict that says nothing: it never takes the place of one that does."""
@@ -21,6 +26,13 @@ NOT_TRIED = "not tried"
 _TEXTS = ("signature", "measured", "incomplete", "source", "when", "where")
 _NUMBERS = ("seconds", "heuristic_seconds")
 _OBJECTS = ("call", "versions")
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys((*_TEXTS, "clock", "target"), str),
+    **dict.fromkeys((*_NUMBERS, "took"), (int, float)),
+    **dict.fromkeys(_OBJECTS, dict),
+    **dict.fromkeys(("trials", "ranked", "refused", "notes"), list),
+    "tried": int,
+}
 
 
 def now() -> str:
@@ -53,6 +65,25 @@ def entry_row(
     row["where"] = row["where"] or ""
     row["about"] = _json(rest)
     return row, _trial_rows(records, origin(about), row["when"])
+
+
+def wrong_about(name: str, value: Any) -> bool:
+    """True if something that is known about an entry is not of the kind that it always is.
+
+    >>> wrong_about("seconds", "fast"), wrong_about("seconds", 0.1), wrong_about("mine", [1])
+    (True, False, False)
+    """
+    kind = _KINDS.get(name)
+    if kind is None or value is None:
+        return False
+    if kind in (int, (int, float)):
+        return not _is_number(value) or (kind is int and (type(value) is not int or value < 0))
+    return not isinstance(value, kind)
+
+
+def sound_about(about: Mapping[str, Any]) -> dict[str, Any]:
+    """What is known about an entry, without what is not of its kind: a store keeps anything."""
+    return {name: value for name, value in about.items() if not wrong_about(name, value)}
 
 
 def entry_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,11 +155,11 @@ def trial_of(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **_checked(_parsed(row["about"], "about"), dict, "about"),
         "config": _parsed(row["config"], "config"),
-        "verdict": row["verdict"],
-        "seconds": row["seconds"],
+        "verdict": _checked(row["verdict"], str, "verdict"),
+        "seconds": None if row["seconds"] is None else _checked(row["seconds"], float, "seconds"),
         "samples_ns": _checked(_parsed(row["samples_ns"], "samples_ns"), list, "samples_ns"),
-        "reason": row["reason"],
-        "when": row["when"],
+        "reason": _checked(row["reason"], str, "reason"),
+        "when": _checked(row["when"], str, "when"),
     }
 
 
@@ -137,19 +168,26 @@ def trial_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _json(value: Any) -> str:
     # ASCII: every database holds it, and no character of a config can be lost on the way.
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    if len(text) > LARGEST_VALUE:
+        raise StoreError(f"a value has {len(text):,} bytes; at most {LARGEST_VALUE:,} are kept")
+    return text
 
 
 def _parsed(text: Any, name: str) -> Any:
+    if not isinstance(text, str):
+        raise ValueError(f"its {name} is {shown(text)}")
+    if len(text) > LARGEST_VALUE:
+        raise ValueError(f"its {name} has more than {LARGEST_VALUE:,} bytes, the most that is read")
     try:
-        return json.loads(text)
-    except (TypeError, ValueError, RecursionError) as error:
+        return parse_json(text, nan=True)  # `_json` writes them
+    except ValueError as error:
         raise ValueError(f"its {name} cannot be read: {error}") from error
 
 
 def _checked(value: Any, kind: type, name: str) -> Any:
     if not isinstance(value, kind):
-        raise ValueError(f"its {name} is {value!r}")
+        raise ValueError(f"its {name} is {shown(value)}")
     return value
 
 

@@ -54,6 +54,9 @@ class Shipped:
         for source in [*self._on_path(search_path), *(self._installed() if packages else ())]:
             try:
                 self.bundles.append((source, Bundle.load(source.path)))
+            except FileNotFoundError:
+                reason = "there is no such file or folder"
+                self.troubles.append(Trouble(f"{source.path} ({source.origin})", reason))
             except (OSError, BundleError) as error:
                 self.troubles.append(Trouble(f"{source.path} ({source.origin})", str(error)))
 
@@ -79,7 +82,12 @@ class Shipped:
 
     def _on_path(self, search_path: str) -> Iterator[Source]:
         for part in filter(None, search_path.split(os.pathsep)):
-            yield from self._files(pathlib.Path(part).expanduser(), "EJKERNEL_CONFIG_PATH")
+            try:
+                path = pathlib.Path(part).expanduser()
+            except RuntimeError as error:  # nobody has this home folder
+                self.troubles.append(Trouble(f"{part} (EJKERNEL_CONFIG_PATH)", str(error)))
+                continue
+            yield from self._files(path, "EJKERNEL_CONFIG_PATH")
 
     def _installed(self) -> Iterator[Source]:
         points = importlib.metadata.entry_points(group=GROUP)
@@ -94,15 +102,18 @@ class Shipped:
             yield from self._files(folder / match[2] if match[2] else folder, origin)
 
     def _files(self, path: pathlib.Path, origin: str) -> Iterator[Source]:
-        if path.is_dir():
-            files = sorted(path.glob("*.json"))
-            if not files:
-                self.troubles.append(Trouble(f"{path} ({origin})", "it has no *.json file"))
-            yield from (Source(file, origin) for file in files)
-        elif path.is_file():
+        try:
+            inside = sorted(os.listdir(path)) if path.is_dir() else None
+        except OSError as error:
+            self.troubles.append(Trouble(f"{path} ({origin})", f"{error.strerror or error}"))
+            return
+        if inside is None:
             yield Source(path, origin)
-        else:
-            self.troubles.append(Trouble(f"{path} ({origin})", "there is no such file or folder"))
+            return
+        files = [path / name for name in inside if name.endswith(".json")]
+        if not files:
+            self.troubles.append(Trouble(f"{path} ({origin})", "it has no *.json file"))
+        yield from (Source(file, origin) for file in files)
 
 
 def _folder_of(package: str) -> pathlib.Path | None:

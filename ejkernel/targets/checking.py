@@ -9,6 +9,7 @@ from typing import Any
 
 from ..ops.core.invocation import Invocation
 from ..ops.core.kernel import Kernel
+from ..ops.core.limits import reasons_against_config
 from ..ops.core.types import ConfigKey
 from ..ops.execution.tables import as_text, brief
 from ..ops.utils.display import Displayed, Shown
@@ -206,7 +207,7 @@ def check_call(
         inv.key  # noqa: B018  computed here, where it is that of the target, and kept
     if not listed:
         raise ValueError(f"check: configs is empty; nothing to check for {kernel.full_op_id}")
-    listed = [kernel.check_config(cfg, "configs holds") for cfg in listed]
+    listed = [kernel.check_config_class(cfg, "configs holds") for cfg in listed]
     programs = [_lowered(kernel, inv, cfg, goal) for cfg in listed]
     ready = [program for program in programs if isinstance(program, Program)]
     answers: Iterator[dict[str, Any] | None] = (
@@ -227,9 +228,8 @@ def _lowered(
     kernel: Kernel[Any, Any], inv: Invocation[Any, Any], cfg: Any, target: Target
 ) -> Program | str:
     """The program, or why there is none."""
-    not_supported = getattr(kernel, "not_supported", None)
     with standing_on(target):
-        reasons = list(not_supported(cfg, inv)) if not_supported is not None else []
+        reasons = reasons_against_config(kernel, cfg, inv)
     if reasons:
         return f"not supported: {'; '.join(reasons)}"
     try:

@@ -9,7 +9,6 @@ import dataclasses
 import importlib.metadata
 import json
 import os
-import pathlib
 import queue
 import tempfile
 import threading
@@ -20,7 +19,8 @@ from ..ops.tuner.process import START_SECONDS, Process, WorkerLost, WorkerUnavai
 from ..ops.tuner.worker import Header
 from ..ops.utils import environment
 from ..ops.utils.stable import short_hash
-from ..store.durable import write_whole
+from ..store.private import PrivateFolder
+from ..store.reading import parse_json
 from .catalog import Target, TargetError
 from .figures import find_ptxas
 
@@ -250,7 +250,7 @@ def _why_unusable(target: Target, answer: Header) -> str | None:
 # --- the cache -----------------------------------------------------------------------------------
 
 
-def _file(target: Target, program: Program) -> pathlib.Path:
+def _name(target: Target, program: Program) -> str:
     key = short_hash(
         {
             "format": FORMAT,
@@ -261,20 +261,27 @@ def _file(target: Target, program: Program) -> pathlib.Path:
         },
         digits=32,
     )
-    folder = pathlib.Path(environment.CACHE_DIR.read()).expanduser() / "targets"
-    return folder / target.name / f"{key}.json"
+    return f"{key}.json"
+
+
+def _answers(
+    target: Target, *, create: bool = False
+) -> contextlib.AbstractContextManager[PrivateFolder]:
+    """The folder of the answers for a target."""
+    return PrivateFolder.open_inner(environment.cache_folder("targets"), target.name, create=create)
 
 
 def _recall(target: Target, program: Program) -> Header | None:
     try:
-        found = json.loads(_file(target, program).read_text(encoding="utf-8"))
+        with _answers(target) as folder:
+            found = parse_json(folder.read(_name(target, program)), nan=True)
     except (OSError, ValueError):
-        return None  # not there, or damaged: compiled again
+        return None  # not there, damaged, or of somebody else: compiled again
     return {**found, "cached": True} if isinstance(found, dict) else None
 
 
 def _remember(target: Target, program: Program, answer: Header) -> None:
-    file = _file(target, program)
     kept = {name: value for name, value in answer.items() if name != "blobs"}
-    with contextlib.suppress(OSError):  # no room, no right: then it is compiled again next time
-        write_whole(file, json.dumps(kept))
+    # No room, no right, no such folder: then it is compiled again next time.
+    with contextlib.suppress(OSError), _answers(target, create=True) as folder:
+        folder.write(_name(target, program), json.dumps(kept).encode())

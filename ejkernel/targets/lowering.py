@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
+from ..native.calling import in_exports
 from ..ops.core.dispatch import defined_methods, find_method, suffix_order
 from ..ops.core.kernel import Kernel
 from ..ops.core.partition import split
@@ -155,7 +156,7 @@ def lower(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], cfg: Any, target:
             exporting = export.export(
                 jitted, platforms=[target.platform], disabled_checks=ANY_CUSTOM_CALL
             )
-            with without_locations():
+            with without_locations(), in_exports():
                 exported = exporting(arrays)
         jaxpr = getattr(traced, "jaxpr", traced)
         launches = tuple(_launches(jaxpr, 1))

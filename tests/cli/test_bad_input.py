@@ -222,6 +222,16 @@ def test_an_environment_variable_that_is_not_understood(ej, monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("EJKERNEL_OPS_PREFIX", "team"), ("EJKERNEL_AGREEMENT_SECONDS", "soon")]
+)
+def test_the_doctor_reads_a_setting_as_whoever_needs_it(ej, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    (found,) = (f for f in ej("doctor", "--json").data["findings"] if f["name"] == name)
+    assert found["status"] == "error"
+    assert repr(value) in str(found)
+
+
 def test_records_that_are_none(ej, tmp_path):
     assert "there is no record of a run" in refused(ej("report"), 3)
     assert "cannot be read" in refused(ej("report", tmp_path / "none.json"), 3)
@@ -230,7 +240,7 @@ def test_records_that_are_none(ej, tmp_path):
 
 
 def test_a_bug_of_ours_is_said_to_be_one(ej, monkeypatch, capsys):
-    def broken(*_):
+    def broken(*_, **__):
         raise ArithmeticError("impossible")
 
     monkeypatch.setattr("ejkernel.cli.configs.looking.open_place", broken)
@@ -240,7 +250,7 @@ def test_a_bug_of_ours_is_said_to_be_one(ej, monkeypatch, capsys):
 
 
 def test_interrupted_anywhere(ej, monkeypatch):
-    def broken(*_):
+    def broken(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("ejkernel.cli.configs.looking.open_place", broken)

@@ -177,7 +177,8 @@ def test_prune_asks_for_a_reason_and_for_leave(ej, store):
     assert done.code == 2
     assert "--yes" in done.err
     assert len(store) == 3
-    assert ej("configs", "prune", "--older-than", "soon").code == 2
+    for age in ("soon", "99999999d", f"{'9' * 400}w", "9999-99-99"):
+        assert ej("configs", "prune", "--older-than", age).code == 2
 
 
 def test_a_sqlite_file_and_its_url_are_places(ej, store):

@@ -9,7 +9,7 @@ import re
 import pytest
 from sample_runs import HOSTILE, attention, empty_run, hostile_run, large_run, loss, plain_run
 
-from ejkernel.report import BeforeAfter, Gain, Run, render
+from ejkernel.report import FORMATS, BeforeAfter, Candidate, Gain, Run, render
 from ejkernel.report.axis import Axis
 from ejkernel.report.space import described, dimensions, maps
 from ejkernel.report.words import headline, how_sure
@@ -101,6 +101,44 @@ def test_without_the_model_the_operations_speak():
     top = headline(run)
     assert top.figure == "1.23×"  # (7.4 + 10) / (4.12 + 10)
     assert "The whole model was not run" in top.sentence
+
+
+@pytest.mark.parametrize("winner", [0.0, None, 1e-3, 1e12])
+@pytest.mark.parametrize("other", [0.0, 1e-15, 1e12])
+@pytest.mark.parametrize("form", FORMATS)
+def test_any_time_that_a_record_may_have_is_shown(form, winner, other):
+    run = plain_run()
+
+    def candidate(number, one):
+        seconds = None if one.seconds is None else (0.0 if number % 2 else other)
+        return dataclasses.replace(one, seconds=seconds, samples=(0.0, other))
+
+    operations = tuple(
+        dataclasses.replace(
+            operation,
+            seconds=winner,
+            heuristic_seconds=other,
+            took=0.0,
+            candidates=tuple(candidate(i, one) for i, one in enumerate(operation.candidates)),
+        )
+        for operation in run.operations
+    )
+    text = render(dataclasses.replace(run, operations=operations, seconds=0.0), form)
+    assert run.operations[0].op_id.partition("@")[0].replace("_", "") in re.sub(r"[\\_]", "", text)
+
+
+def test_a_ratio_that_no_two_times_have_is_refused():
+    with pytest.raises(ValueError, match="no ratio"):
+        Gain(1.0, 5e-324, 1.0)
+
+
+def test_numbers_of_any_size_are_drawn():
+    candidates = tuple(
+        Candidate({"a": a, "b": b}, "measured", 1e-3) for a in (1, 10**400) for b in (1, 2.5)
+    )
+    run = plain_run()
+    huge = dataclasses.replace(run.operations[0], candidates=candidates)
+    assert "1000000" in render(dataclasses.replace(run, operations=(huge,)), "html")
 
 
 def test_noise_is_not_sold_as_a_gain():

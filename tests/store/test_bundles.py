@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import stat
 import subprocess
 import sys
 import textwrap
@@ -366,3 +367,19 @@ def test_earlier_sources_answer_first(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "no *.json" in str(Shipped(str(empty), packages=False).troubles[0])
+
+
+def test_a_pipe_or_a_device_is_written_to_and_not_replaced(tmp_path):
+    pipe, link, file = tmp_path / "pipe", tmp_path / "link", tmp_path / "file"
+    os.mkfifo(pipe)
+    link.symlink_to(file)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        Bundle().save(pipe)
+        assert Bundle.loads(os.read(reader, 10_000)) == Bundle()
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(os.lstat(pipe).st_mode)
+    Bundle().save(link)
+    assert link.is_symlink()
+    assert Bundle.load(file) == Bundle()

@@ -122,7 +122,17 @@ def test_other_machines_and_containers_are_given_a_day(tmp_path, field):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"\xff\xfe", b"[]", b"null", b'{"key": "k"}', b'{"pid": "x"}']
+    "content",
+    [
+        *(b"", b"{", b"\xff\xfe", b"[]", b"null", b'{"key": "k"}', b'{"pid": "x"}', b"[" * 100_000),
+        json.dumps(
+            {
+                **dict.fromkeys(("key", "config", "host", "started", "boot", "namespace"), ""),
+                "pid": 1,
+                "when": "0001-01-01T00:00:00+14:00",
+            }
+        ).encode(),
+    ],
 )
 def test_damaged_notes_are_set_aside(tmp_path, content):
     good = edited_note(tmp_path, started="1")

@@ -39,7 +39,7 @@ def verify(
     Kernels of your own have to be loaded for that: --import MODULE. Ends with 1 if there are
     problems.
     """
-    place = open_place(source)
+    place = open_place(source, or_nowhere=True)
     import_modules(modules)
     entries = place.entries(op, device)
     found = [(entry, reason) for entry in entries if (reason := _problem(entry))]
@@ -111,7 +111,7 @@ def prune(
         raise click.UsageError(
             "say which: --stale, --suspect, --incomplete, --estimated, --older-than or --all"
         )
-    place = open_place(source)
+    place = open_place(source, or_nowhere=True)
     found = [
         (entry, why)
         for entry in place.entries(op, device)
@@ -165,13 +165,13 @@ def _older(entry: Entry, limit: str) -> str:
 def _moment(text: str) -> str:
     """A date, or so many days ago, as entries write it."""
     match = _AGE.fullmatch(text.strip())
-    if match is not None:
+    try:
+        if match is None:
+            return datetime.date.fromisoformat(text).isoformat()
         days = int(match[1]) * (7 if (match[2] or "d").startswith("w") else 1)
         moment = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=days)
         return moment.isoformat(timespec="seconds")
-    try:
-        return datetime.date.fromisoformat(text).isoformat()
-    except ValueError:
+    except (ValueError, OverflowError):  # so long ago that there is no such day
         raise click.UsageError(
             f"--older-than {text!r} is no age; write 90d, 12w, or a date such as 2026-01-31"
         ) from None

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ...markup import one_line
 from .. import options
 from ..exits import Exit
 from ..loading import import_modules, load
-from ..output import State, brief, counted, milliseconds, ratio, table
+from ..output import State, brief, counted, inert, milliseconds, ratio, table
 from ..programs import invocations_of, operations_of
 from ..stores import Entry, find_entry, open_place
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from ...ops import Decision
 
 _KEY = re.compile(r"[0-9a-f]{4,16}")
-_LABEL = re.compile(r"[\w.-]+#[\w./-]+@v[\w.]+:[0-9a-f]+|[\w./-]+@v[\w.]+:[0-9a-f]+")
+_LABEL = re.compile(r"([\w.-]+#)?[\w./-]+@v[\w.]+:[0-9a-f]+")
 
 
 @click.command("list")
@@ -29,7 +30,7 @@ _LABEL = re.compile(r"[\w.-]+#[\w./-]+@v[\w.]+:[0-9a-f]+|[\w./-]+@v[\w.]+:[0-9a-
 @options.with_state
 def list_(state: State, source: str | None, op: str | None, device: str | None) -> None:
     """List the entries of a store or a bundle."""
-    place = open_place(source)
+    place = open_place(source, or_nowhere=True)
     entries = place.entries(op, device)
     rows = [
         (
@@ -94,8 +95,8 @@ def _explain_function(
 ) -> None:
     from ...ops import AutotunePolicy, ConfigCache, ConfigSelectorChain
 
-    place = open_place(source)
-    if place.store is None:
+    place = open_place(source, or_nowhere=True)
+    if place.is_bundle:
         raise click.UsageError(
             "--store: a call is explained with a store; name a bundle in EJKERNEL_CONFIG_PATH"
         )
@@ -122,7 +123,7 @@ def _explain_function(
     ]
     skipped = [{"label": skip.label, "reason": skip.reason} for _, skip in found if skip]
     shown = [decision.explain() for decision in decisions]
-    shown += [f"{skip['label']}\n  not known: {skip['reason']}" for skip in skipped]
+    shown += [f"{skip['label']}\n  not known: {one_line(skip['reason'])}" for skip in skipped]
     state.result({"decisions": data, "skipped": skipped}, "\n\n".join(shown))
 
 
@@ -153,7 +154,7 @@ def _explain_entry(state: State, key: str, source: str | None, modules: tuple[st
 
 def _story(entry: Entry, trials: list[dict[str, Any]]) -> list[str]:
     """How an entry came about, in sentences."""
-    about = entry["about"]
+    about = inert(entry["about"])
     if about.get("estimated"):
         return ["estimate  ranked by a compiler's figures for " + str(about.get("target", "?"))]
     if about.get("seconds") is None:
@@ -244,6 +245,7 @@ def remark(entry: Entry) -> str:
 
 def facts(entry: Entry) -> str:
     """An entry in a few lines."""
+    entry = inert(entry)
     device, op_id, call_key = entry["key"]
     about = entry["about"]
     seconds, heuristic = about.get("seconds"), about.get("heuristic_seconds")

@@ -90,6 +90,21 @@ __attribute__((noinline)) inline void write_row(void* to, Type type, long first,
     for (long i = 0; i < length; i++) row[i] = to_float16(factor * from[i]);
 }
 
+// Whether all numbers are finite.
+inline bool is_finite_row(const float* row, long length) {
+  uint32_t found = 0;
+  for (long i = 0; i < length; i++) found |= (bits_of(row[i]) & 0x7f800000) == 0x7f800000;
+  return !found;
+}
+
+// Zero instead of NaN and infinity: times a weight of zero those would be NaN.
+inline void clean_row(float* row, long length) {
+  for (long i = 0; i < length; i++) {
+    const uint32_t bits = bits_of(row[i]);
+    row[i] = from_bits((bits & 0x7f800000) == 0x7f800000 ? 0 : bits);
+  }
+}
+
 }  // namespace ejkernel
 
 #endif

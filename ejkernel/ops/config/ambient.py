@@ -15,11 +15,12 @@ import contextlib
 import contextvars
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import jax
 
+from ..utils.settings import current_settings
 from . import tasks
 
 LayerT = TypeVar("LayerT", bound="Layer")
@@ -135,6 +136,19 @@ def keeping() -> Iterator[None]:
         yield
     finally:
         _mirror_now(before)
+
+
+def carried() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """What is in force here and now, to be put in force in another thread."""
+    now, settings = _mirror.value, current_settings()
+
+    @contextlib.contextmanager
+    def in_force() -> Iterator[None]:
+        with settings(), keeping():
+            _mirror_now(now)
+            yield
+
+    return in_force
 
 
 def _mirror_now(wanted: Ambient | None) -> None:

@@ -30,6 +30,24 @@ def as_key(parts: tuple[Any, ...], method: str) -> Any:
     )
 
 
+MOST_SERVED = 2**16
+"""How many traced calls a cache tells apart. Beyond, all calls count as traced: a change of an
+entry then makes programs select again that need not."""
+
+
+class _Everything(set[Any]):
+    """The set of all keys."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def add(self, key: object) -> None:
+        """It is there."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
 class ConfigCache:
     """Configs by key, in memory. Safe to use from many threads.
 
@@ -97,13 +115,15 @@ class ConfigCache:
         """A program is being compiled for this key, with whatever config it got."""
         with self._lock:
             self._served.add(key)
+            if len(self._served) > MOST_SERVED:
+                self._served = _Everything()
 
     def clear(self) -> None:
         """Forget everything; programs that used an entry select again on their next call."""
         with self._lock:
             served = bool(self._served)
             self._configs.clear()
-            self._served.clear()
+            self._served = set()
             self.generation += 1
         if served:
             ambient.forget_traces()

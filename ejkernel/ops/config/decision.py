@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Generic
 
+from ...markup import one_line, printable
 from ..core.types import Cfg, ConfigKey
 from ..utils.display import Displayed, Shown
 
@@ -57,14 +58,14 @@ class Decision(Displayed, Generic[Cfg]):
     def explain(self) -> str:
         """The whole story, for a person."""
         lines = [
-            f"{self.key.op_id}({self.signature})",
+            one_line(f"{self.key.op_id}({self.signature})"),
             f"  device   {self.key.device}",
             f"  key      {self.key.call_key}",
-            f"  config   {self.cfg}",
+            f"  config   {one_line(self.cfg)}",
             f"  chosen   by {self.tier}: {self.reason}",
         ]
         lines += [f"  before   {passed.tier}: {passed.explain()}" for passed in self.passed]
-        return "\n".join(lines)
+        return printable("\n".join(lines), keep="\n")
 
     def _shown(self) -> Shown:
         rows = [

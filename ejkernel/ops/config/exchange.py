@@ -6,9 +6,11 @@ import dataclasses
 import os
 from typing import Any
 
+from ...markup import one_line
 from ...store.bundle import Bundle, Conflict
 from ...store.quality import quality, why_better
 from ..core import catalog
+from ..core.kernel import Kernel, configured_names
 from ..core.types import ConfigKey
 from ..utils.serialize import from_plain
 from .freshness import State, judge
@@ -108,7 +110,7 @@ class Problem:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.key.op_id}:{self.key.call_key} on {self.key.device}: {self.reason}"
+        return f"{self.key}: {self.reason}"
 
 
 def verify_bundle(bundle: Bundle | str | os.PathLike[str]) -> list[Problem]:
@@ -132,12 +134,27 @@ def _problem(key: ConfigKey, entry: Any) -> str | None:
     if kernel is None:
         return "no kernel of this name and version is loaded"
     try:
-        kernel.check_config(from_plain(entry["config"], kernel.config_type), "the bundle holds")
+        cfg = from_plain(entry["config"], kernel.config_type)
+        kernel.check_config(cfg, "the bundle holds")
     except Exception as error:  # noqa: BLE001  a class may check its fields as it likes
         return f"its config does not fit {type(kernel).__name__}: {error}"
+    if reasons := _reasons_against_any_call(kernel, cfg):
+        return f"its config does not fit {type(kernel).__name__}: {'; '.join(reasons)}"
     freshness = judge(entry["about"], kernel, key)
     if freshness.state is not State.FRESH:
         return freshness.reason
     if entry["about"].get("incomplete"):
-        return f"its tuning was cut short: {entry['about']['incomplete']}"
+        return f"its tuning was cut short: {one_line(entry['about']['incomplete'])}"
     return None
+
+
+def _reasons_against_any_call(kernel: Kernel[Any, Any], cfg: Any) -> list[str]:
+    """Why no implementation would ever take a config; empty if one might, for some call."""
+    found = []
+    for name in configured_names(type(kernel)):
+        limits = kernel.limits.get(name)
+        reasons = [] if limits is None else limits.reasons_against_any(cfg)
+        if not reasons:
+            return []
+        found += [f"{reason}, for {name}" for reason in reasons]
+    return found

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from ...markup import one_line
 from ..core.invocation import Invocation, readable
 from ..utils.fingerprint import LEAF_SIGNATURE, leaf_signature
 
@@ -59,7 +60,7 @@ def explain_miss(store: PersistentCache, inv: Invocation[Any, Any]) -> str:
     nearest = sorted((_differences(entry, key, asked) for entry in found.values()), key=len)
     lines = ["same " + _same(d) + ", " + ", ".join(d.values()) for d in nearest[:_SHOWN]]
     more = f" (and {len(nearest) - _SHOWN} more)" if len(nearest) > _SHOWN else ""
-    return "nearest: " + "; ".join(dict.fromkeys(lines)) + more
+    return one_line("nearest: " + "; ".join(dict.fromkeys(lines)) + more)
 
 
 def _same(differences: Mapping[str, str]) -> str:

@@ -13,6 +13,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
+from ...markup import one_line
 from ...store.rows import COMPILERS, origin
 from ..core.invocation import Invocation
 from ..core.kernel import Kernel
@@ -53,7 +54,7 @@ def judge(about: Mapping[str, Any], kernel: Kernel[Any, Any], key: ConfigKey) ->
     """Compare what made an entry with what would make it now."""
     source = about.get("source")
     if source is not None and source != source_hash(kernel):
-        when = f" on {about['when']}" if "when" in about else ""
+        when = f" on {one_line(about['when'])}" if "when" in about else ""
         return Freshness(
             State.STALE, f"stale: the kernel's source changed since it was tuned{when}"
         )
@@ -61,7 +62,7 @@ def judge(about: Mapping[str, Any], kernel: Kernel[Any, Any], key: ConfigKey) ->
         return Freshness(State.FRESH)  # what compiles for a device that is not here, nobody knows
     then, now = about.get("versions"), versions()
     changed = [
-        f"{name} {then[name]}, this is {now[name]}"
+        f"{name} {one_line(then[name])}, this is {now[name]}"
         for name in COMPILERS
         if isinstance(then, dict) and name in then and then[name] != now[name]
     ]

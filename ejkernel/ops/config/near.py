@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from ...store.rows import sound_about
+from ..core.limits import reasons_against_config
 from ..core.near import NearShapes
 from ..core.partition import split
 from ..utils.serialize import from_plain
@@ -58,7 +60,8 @@ class NearTier:
     def _entries(self, request: Request) -> Iterator[Mapping[str, Any]]:
         key = request.key
         if self.store is not None:
-            yield from self.store.related(limit=1000, op_id=key.op_id, device=key.device)
+            for entry in self.store.related(limit=1000, op_id=key.op_id, device=key.device):
+                yield {**entry, "about": sound_about(entry["about"])}
         yield from shipped().of_operation(key.op_id, key.device)
 
     def _usable(self, request: Request, entry: Mapping[str, Any]) -> Any:
@@ -67,7 +70,7 @@ class NearTier:
             return _Unusable("it is stale")
         try:
             cfg = from_plain(entry["config"], request.kernel.config_type)
-            request.kernel.check_config(cfg, "a near entry holds")
+            request.kernel.check_config_class(cfg, "a near entry holds")
         except Exception as error:  # noqa: BLE001  a class may check its fields as it likes
             return _Unusable(f"{entry['config']} does not fit the kernel's class: {error}")
         reason = _reason_against(request, cfg)
@@ -95,9 +98,7 @@ def _rule_of(request: Request) -> NearShapes | str:
 def _reason_against(request: Request, cfg: Any) -> str | None:
     """Why a config is not valid for a call: it was chosen for another one."""
     kernel, inv = request.kernel, request.inv.abstract()
-    not_supported = getattr(kernel, "not_supported", None)
-    reasons = list(not_supported(cfg, inv)) if not_supported is not None else []
-    if reasons:
+    if reasons := reasons_against_config(kernel, cfg, inv):
         return f"is not supported here: {'; '.join(reasons)}"
     if kernel.near_shapes is None:  # the author did not say that configs can be lent
         known = {stable_json(candidate) for candidate in kernel.candidates(inv)}

@@ -15,10 +15,10 @@ from ...store import FolderLocation, Store, StoreUnavailable, locate
 from ..core.types import ConfigKey
 from ..utils import environment
 from ..utils.serialize import (
+    config_type_named,
+    declare_type,
     from_plain,
-    loaded_type,
     qualified_name,
-    remember_type,
     to_plain,
 )
 from .cache import as_key
@@ -30,11 +30,9 @@ if TYPE_CHECKING:
 def default_path() -> pathlib.Path:
     """Where configs are kept unless a path is given."""
     try:
-        return pathlib.Path(environment.CACHE_DIR.read()).expanduser() / "configs"
-    except RuntimeError as error:  # a container may run as a user that nobody knows
-        raise StoreUnavailable(
-            f"there is no home folder to keep configs in ({error}); set EJKERNEL_CACHE_DIR"
-        ) from error
+        return environment.cache_folder("configs")
+    except environment.NoHomeFolder as error:
+        raise StoreUnavailable(str(error)) from None
 
 
 class PersistentCache:
@@ -94,7 +92,7 @@ class PersistentCache:
             )
         key, cfg = as_key(parts[:-1], "put"), parts[-1]
         self._store.put(key, to_plain(cfg), qualified_name(type(cfg)), about or {})
-        remember_type(type(cfg))
+        declare_type(type(cfg))
 
     def put_plain(
         self, key: ConfigKey, config: Any, config_type: str, *, about: Mapping[str, Any]
@@ -130,8 +128,8 @@ class PersistentCache:
     def get(self, *parts: Any) -> Any:
         """The config of `(key)` or `(device, op_id, call_key)`, or None.
 
-        It is rebuilt as the class it was written from if that class is loaded in this process, and
-        as plain data otherwise.
+        It is rebuilt as the class it was written from if a kernel of this process declares that
+        class, or this process has put such a config itself, and as plain data otherwise.
         """
         entry = self.entry(as_key(parts, "get"))
         return None if entry is None else self.rebuild(entry)
@@ -159,10 +157,13 @@ class PersistentCache:
     def rebuild(self, entry: Mapping[str, Any], config_type: Any = None) -> Any:
         """The config of what `entry` gave, as `config_type`; None, with a warning, if it cannot be.
 
-        Without a type it is the class it was written from, if that is loaded, else plain data.
+        Without a type it is the class it was written from, if this process knows that as one of
+        configs (see `get`), else plain data.
         """
         try:
-            return from_plain(entry["config"], config_type or loaded_type(entry["config_type"]))
+            return from_plain(
+                entry["config"], config_type or config_type_named(entry["config_type"])
+            )
         except Exception as error:  # noqa: BLE001  a class may check its fields as it likes
             self._store.notices.once(
                 f"config {entry['key']}",

@@ -15,7 +15,7 @@ from ..core.types import ConfigKey
 from ..utils.serialize import from_plain
 from .freshness import State, judge
 from .stored import shipped
-from .tiers import Found, Request
+from .tiers import Found, Request, refusal
 
 if TYPE_CHECKING:
     from ..core.kernel import Kernel
@@ -78,9 +78,11 @@ class EstimatedTier:
             return "no bundle has ranked candidates for this call"
         try:
             cfg = from_plain(ranked.best[0], request.kernel.config_type)
-            request.kernel.check_config(cfg, f"{ranked.where} holds")
+            refused = refusal(request, cfg, ranked.where)
         except Exception as error:  # noqa: BLE001  a class may check its fields as it likes
             return f"its config in {ranked.where} does not fit the kernel's class: {error}"
+        if refused:
+            return refused
         request.emit("estimated", cfg=cfg)
         reason = f"an estimate for {ranked.target} in {ranked.where}; nothing was measured"
         return Found(cfg, reason, {"estimated": True, "target": ranked.target})

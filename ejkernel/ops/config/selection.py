@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..core.invocation import Invocation
 from ..core.kernel import Kernel
+from ..core.supports import demands_reference, no_config_message
 from ..core.types import ConfigKey
 from ..utils.fingerprint import device_fingerprint
 from .agreement import Answer, agreement_in_force
@@ -293,6 +294,8 @@ class ConfigSelectorChain:
     def _request(
         self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], **changes: Any
     ) -> Request:
+        if demands_reference(inv):
+            raise ValueError(no_config_message(inv))
         key = inv.key
         policy = dataclasses.replace(effective_policy(self.policy, self.selector_id), **changes)
         return Request(inv, kernel, key, policy, self._emitter(key))

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ...markup import one_line
 from .decision import Decision
 
 logger = logging.getLogger("ejkernel.selection")
@@ -129,9 +130,9 @@ def count_decision(decision: Decision[Any]) -> None:
             decision.key.op_id,
             decision.signature,
             decision.key.call_key,
-            decision.cfg,
+            one_line(decision.cfg),
             decision.tier,
-            decision.reason,
+            one_line(decision.reason),
         )
 
 

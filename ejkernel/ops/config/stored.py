@@ -8,13 +8,16 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ...markup import one_line
+from ...store.reading import shown
+from ...store.rows import sound_about
 from ...store.sources import Shipped
 from ..utils import environment
-from ..utils.serialize import from_plain
+from ..utils.serialize import config_type_named, from_plain, qualified_name
 from .cache import ConfigCache
 from .freshness import State, judge
 from .persistent import PersistentCache
-from .tiers import Found, Request
+from .tiers import Found, Request, refusal, warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +45,8 @@ class StoredTier:
         freshness = judge(about, request.kernel, request.key)
         if freshness.state is State.STALE:
             return freshness.reason
-        request.kernel.check_config(cfg, f"{where} holds")
+        if refused := refusal(request, cfg, where):
+            return refused
         reason = f"stored{_when(about)} in {where}"
         if freshness.state is State.SUSPECT:
             about = {**about, "suspect": freshness.reason}
@@ -70,10 +74,9 @@ class PersistentTier(StoredTier):
         if self.store is None:
             return "no persistent cache is set"
         entry = self.store.entry(request.key)
-        cfg = None if entry is None else self.store.rebuild(entry, request.kernel.config_type)
-        if entry is None or cfg is None:
+        if entry is None:
             return f"nothing for this call in {self.store.path}"
-        return cfg, entry["about"], str(self.store.path)
+        return rebuilt(request, entry, str(self.store.path))
 
     def more_about_nothing(self, request: Request) -> Callable[[], str] | None:
         """How to find out why there is nothing; it searches the store, so only when asked."""
@@ -96,13 +99,38 @@ class BundleTier(StoredTier):
         if found is None:
             return f"nothing for this call in {len(bundles.bundles)} bundles"
         entry, source = found
-        try:
-            cfg = from_plain(entry["config"], request.kernel.config_type)
-        except Exception as error:  # noqa: BLE001  a class may check its fields as it likes
-            reason = f"its config in {source.path} does not fit the kernel's class: {error}"
-            logger.warning("ejkernel: %s: %s", request.key, reason)
-            return reason
-        return cfg, entry["about"], str(source.path)
+        return rebuilt(request, entry, str(source.path))
+
+
+def rebuilt(
+    request: Request, entry: Mapping[str, Any], where: str
+) -> tuple[Any, Mapping[str, Any], str] | str:
+    """The config of an entry, what is known about it, and where it is; or why it is none."""
+    try:
+        cfg = from_plain(entry["config"], _type_of(entry, request))
+        request.kernel.check_config_class(cfg)  # None is none, also where the class allows it
+    except Exception as error:  # noqa: BLE001  a class may check its fields as it likes
+        reason = f"its config in {where} does not fit the kernel's class: {error}"
+        return warn_once(request, reason, f"{request.key}: {reason}")
+    return cfg, sound_about(entry["about"]), where
+
+
+def _type_of(entry: Mapping[str, Any], request: Request) -> Any:
+    """What the config of an entry is to be: the kernel's class, whatever the entry says.
+
+    For a kernel that declares none, the class of one of its own candidates; plain data stays plain.
+    """
+    kernel, named = request.kernel, entry["config_type"]
+    if kernel.config_type is not None:
+        return kernel.config_type
+    classes = {type(candidate) for candidate in kernel.candidates(request.inv.abstract())}
+    for known in classes or {config_type_named(named)} - {Any}:
+        if qualified_name(known) == named:
+            return known
+    raise TypeError(
+        f"the kernel {kernel.full_op_id} declares no config class, and none of its candidates is a "
+        f"{shown(named)}; declare it as Kernel[Config, Output]"
+    )
 
 
 _lock = threading.Lock()
@@ -116,7 +144,8 @@ def shipped() -> Shipped:
         if search_path not in _loaded:
             found = Shipped(search_path)
             for trouble in found.troubles:
-                logger.warning("ejkernel: a bundle of configs is not used: %s", trouble)
+                said = one_line(trouble)
+                logger.warning("ejkernel: a bundle of configs is not used: %s", said)
             _loaded.clear()
             _loaded[search_path] = found
         return _loaded[search_path]
@@ -129,4 +158,4 @@ def reload_bundles() -> None:
 
 
 def _when(about: Mapping[str, Any]) -> str:
-    return f" on {about['when']} by {about.get('where', '?')}" if "when" in about else ""
+    return one_line(f" on {about['when']} by {about.get('where', '?')}") if "when" in about else ""

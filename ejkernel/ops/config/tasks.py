@@ -22,6 +22,8 @@ from typing import Any
 
 # For each event loop we follow: the context that its tasks were started with.
 _followed: weakref.WeakKeyDictionary[Any, contextvars.Context] = weakref.WeakKeyDictionary()
+# Steps that we put first; one in front is enough, however many blocks a task enters.
+_given_back: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def follow_switches(
@@ -46,8 +48,10 @@ def follow_switches(
     # Steps that were queued before we followed the loop do not synchronise by themselves: give
     # them back, as the very next thing that runs, the state they were started with.
     ready = getattr(loop, "_ready", None)
-    if isinstance(ready, collections.deque):
-        ready.appendleft(asyncio.Handle(synchronise, (), loop, _followed[loop]))
+    if isinstance(ready, collections.deque) and not (ready and ready[0] in _given_back):
+        handle = asyncio.Handle(synchronise, (), loop, _followed[loop])
+        _given_back.add(handle)
+        ready.appendleft(handle)
 
 
 def _synchronise_callbacks(

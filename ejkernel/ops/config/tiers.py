@@ -12,6 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ...markup import one_line
+from ..core.limits import reasons_against_config
 from ..core.types import ConfigKey
 from . import ambient
 from .cache import ConfigCache, OverlayLayer
@@ -67,6 +69,34 @@ class Tier(Protocol):
         ...
 
 
+_said: set[str] = set()
+_MOST_SAID = 1000  # then it starts again: a server meets ever new calls
+
+
+def refusal(request: Request, cfg: Any, where: str) -> str | None:
+    """Why a config that somebody kept cannot serve a call, said once; None if it can.
+
+    The next source answers then. A config of another class is the program's own mistake and
+    raises a `TypeError`.
+    """
+    request.kernel.check_config_class(cfg, f"{where} holds")
+    reasons = reasons_against_config(request.kernel, cfg, request.inv)
+    if not reasons:
+        return None
+    held = f"{where} holds {cfg!r}"
+    return warn_once(request, f"{held}, but {'; '.join(reasons)}", f"{request.key.op_id} {held}")
+
+
+def warn_once(request: Request, reason: str, trouble: str) -> str:
+    """Say why a config is not used, each trouble the first time, and give the reason back."""
+    if trouble not in _said:
+        if len(_said) >= _MOST_SAID:
+            _said.clear()
+        _said.add(trouble)
+        logger.warning("ejkernel: a config is not used: %s", one_line(f"{request.key}: {reason}"))
+    return reason
+
+
 class OverrideTier:
     """The config that the caller gave with the call."""
 
@@ -76,7 +106,7 @@ class OverrideTier:
         cfg = request.inv.override_cfg
         if cfg is None:
             return "the call gave no cfg"
-        request.kernel.check_config(cfg)
+        request.kernel.check_config(cfg, inv=request.inv)
         request.emit("override", cfg=cfg)
         return Found(cfg, "given with the call")
 
@@ -88,13 +118,19 @@ class OverlayTier:
 
     def look(self, request: Request) -> Found | str:
         count = 0
+        refused = []
         for layer in ambient.layers_in_force(OverlayLayer):
             count += 1
             cfg = layer.find(request.key)
-            if cfg is not None:
-                request.kernel.check_config(cfg, "an overlay holds")
-                request.emit("overlay_hit", cfg=cfg)
-                return Found(cfg, f"an overlay in force holds it (number {count} from the inside)")
+            if cfg is None:
+                continue
+            if reason := refusal(request, cfg, "an overlay"):
+                refused.append(reason)
+                continue
+            request.emit("overlay_hit", cfg=cfg)
+            return Found(cfg, f"an overlay in force holds it (number {count} from the inside)")
+        if refused:
+            return "; ".join(refused)
         return f"{count} in force, none has this call" if count else "none in force"
 
 
@@ -110,7 +146,8 @@ class MemoryTier:
         cfg = self.cache.get(request.key)
         if cfg is None:
             return f"not among its {len(self.cache)} configs"
-        request.kernel.check_config(cfg, "the memory cache holds")
+        if reason := refusal(request, cfg, "the memory cache"):
+            return reason
         request.emit("cache_hit", level="memory", cfg=cfg)
         return Found(cfg, "in the memory cache")
 
@@ -129,6 +166,10 @@ class HeuristicsTier:
             return str(error)
         request.emit("heuristics", cfg=cfg)
         return Found(cfg, "the kernel's heuristic_cfg")
+
+
+MOST_FINISHED = 4096
+"""How many results of tuning are kept to be given again; the memory cache has their configs too."""
 
 
 class AutotuneTier:
@@ -183,6 +224,8 @@ class AutotuneTier:
         else:
             with self._lock:
                 self._finished[task] = answer
+                while len(self._finished) > MOST_FINISHED:
+                    del self._finished[next(iter(self._finished))]
             promise.set_result(answer)
             return answer
         finally:

@@ -2,7 +2,9 @@
 
 from .invocation import BatchAxes, Invocation
 from .kernel import Kernel
+from .limits import Limit, Limits
 from .near import Dimension, NearShapes
+from .partitioning import Partitioning, Shards
 from .supports import NotSupported, Supports
 from .types import Cfg, ConfigKey, Out
 
@@ -13,8 +15,12 @@ __all__ = [
     "Dimension",
     "Invocation",
     "Kernel",
+    "Limit",
+    "Limits",
     "NearShapes",
     "NotSupported",
     "Out",
+    "Partitioning",
+    "Shards",
     "Supports",
 ]

@@ -10,16 +10,23 @@ if TYPE_CHECKING:
     from .kernel import Kernel
 
 _lock = threading.Lock()
-_kernels: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_kernels: dict[str, list[weakref.ref[Any]]] = {}  # the newest last
 
 
 def add(kernel: Kernel[Any, Any]) -> None:
     """Remember a kernel for as long as somebody else does; the newest of a name wins."""
     with _lock:
-        _kernels[kernel.full_op_id] = kernel
+        for op_id, refs in list(_kernels.items()):
+            _kernels[op_id] = [ref for ref in refs if ref() is not None]
+            if not _kernels[op_id]:
+                del _kernels[op_id]
+        _kernels.setdefault(kernel.full_op_id, []).append(weakref.ref(kernel))
 
 
 def find(full_op_id: str) -> Kernel[Any, Any] | None:
-    """The live kernel with this operation id, if there is one."""
+    """The newest live kernel with this operation id, if there is one."""
     with _lock:
-        return _kernels.get(full_op_id)
+        for ref in reversed(_kernels.get(full_op_id, [])):
+            if (kernel := ref()) is not None:
+                return kernel  # type: ignore[no-any-return]
+    return None

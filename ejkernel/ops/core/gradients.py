@@ -16,8 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from ..utils.fingerprint import is_array
-from .dispatch import find_with_suffix
+from .batched import batched_alike
+from .derivatives import named_when_differentiated, reverse_mode_only
+from .dispatch import defined_methods, find_with_suffix
 from .partition import Partition, split
+from .varying import vary_alike
 
 if TYPE_CHECKING:
     from .kernel import Kernel
@@ -60,6 +63,13 @@ def find_rule(
     if forward is not None and backward is not None:
         return _residual_rule(forward[1], backward[1], cfg, kernel.full_op_id)
     return None
+
+
+def defines_gradient(kernel: Kernel[Any, Any]) -> bool:
+    """Whether a kernel has a gradient rule of its own, for any of its implementations."""
+    from .kernel import Kernel
+
+    return any(defined_methods(type(kernel), name, Kernel) for name in ("custom_vjp", "vjp"))
 
 
 def _simple_rule(run: Callable[..., Any], custom_vjp: Callable[..., Any], cfg: Any) -> Rule:
@@ -113,17 +123,18 @@ def call_with_rule(
     arrays: list[Any],
     rest: Partition,
     stage: Callable[[Callable[..., Any]], Callable[..., Any]],
+    advice: str,
 ) -> Any:
     """Call `primal(*arrays)` such that differentiating the result uses `rule`.
 
     `rest` puts the arrays back among the call's other arguments. `stage` wraps every piece of the
     rule, so that the backward pass, which JAX traces later and elsewhere, carries the operation's
-    label too.
+    label too. `advice` ends the error for whoever differentiates what the rule does not allow.
     """
 
     @jax.custom_vjp
     def differentiable(arrays: list[Any]) -> Any:
-        return stage(primal)(*arrays)
+        return batched_alike(stage(primal)(*arrays), arrays)
 
     def forward(arrays: list[Any]) -> tuple[Any, Any]:
         values = [array.value for array in arrays]
@@ -136,8 +147,9 @@ def call_with_rule(
             static.append(beside)
             return out, kept
 
-        out, kept = stage(compute)(*values)
-        return out, (kept, values, _Static(op_id, (static[-1], differentiated)))
+        out, kept = stage(named_when_differentiated(op_id, advice, compute))(*values)
+        out = batched_alike(out, values)
+        return out, (kept, values, StaticResidual(op_id, (static[-1], differentiated)))
 
     def backward(residuals: Any, dout: Any) -> tuple[list[Any]]:
         kept, values, static = residuals
@@ -152,31 +164,19 @@ def call_with_rule(
             leaves = _gradient_leaves(gradients, (args, dict(kwargs)))
             return [leaves[i] for i in rest.array_positions]
 
-        return (stage(compute)(kept, values, _materialise(dout)),)
+        named = named_when_differentiated(op_id, advice, compute)
+        return (stage(named)(kept, values, vary_alike(materialised(dout), values)),)
 
     differentiable.defvjp(forward, backward, symbolic_zeros=True)
-    return differentiable(_varying_alike(arrays))
-
-
-def _varying_alike(arrays: list[Any]) -> list[Any]:
-    """Inside `shard_map`: arrays that are the same on all devices, as if they were not.
-
-    An author's rule gives the gradient of one device's work. That of a replicated argument is the
-    sum over devices, which JAX adds where the argument is made to vary.
-    """
-    varying = [jax.typeof(array).manual_axis_type.varying for array in arrays]
-    everywhere: frozenset[str] = frozenset().union(*varying)
-    return [
-        jax.lax.pcast(array, tuple(sorted(everywhere - mine)), to="varying")
-        if everywhere - mine
-        else array
-        for array, mine in zip(arrays, varying, strict=True)
-    ]
+    # An author's rule gives the gradient of one device's work. Inside `shard_map` that of an
+    # argument that all devices share is the sum over devices, which JAX adds where the argument is
+    # made to vary.
+    return differentiable(reverse_mode_only(op_id, advice, vary_alike(arrays)))
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Static:
+class StaticResidual:
     """What rides along among residuals without becoming an array: a config, sizes, flags."""
 
     op_id: str
@@ -191,7 +191,7 @@ class _Static:
             ) from error
 
 
-def _materialise(cotangent: Any) -> Any:
+def materialised(cotangent: Any) -> Any:
     """Turn JAX's symbolic zeros into arrays: kernel authors receive arrays, always."""
     zero = jax.custom_derivatives.SymbolicZero
 

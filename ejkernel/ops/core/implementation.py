@@ -11,11 +11,12 @@ from ..utils import environment
 from ..utils.fingerprint import device_kind
 from ..utils.meta import label, stamped
 from ..utils.specification import write_specification
+from .derivatives import way_out
 from .dispatch import defined_methods, find_method
 from .gradients import call_with_rule, find_rule
 from .kernel import Kernel
 from .partition import split
-from .supports import serving, without_demand
+from .supports import REFERENCE, serving, without_demand
 
 if TYPE_CHECKING:
     from .invocation import Invocation
@@ -43,6 +44,12 @@ def run_unlabelled(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any
     return _run(inv, kernel, cfg, stage=lambda function: function)
 
 
+def run_with_default(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
+    """The same with a config that needs no selection: the heuristic one, or the first."""
+    cfg = inv.override_cfg
+    return run_unlabelled(inv, kernel, kernel.candidates(inv)[0] if cfg is None else cfg)
+
+
 def run_labelled(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> Any:
     """The same, and every operation of it, forward and backward, carries the call's label."""
     return _run(inv, kernel, cfg, stage=_labelling_stage(inv, kernel, cfg))
@@ -51,7 +58,7 @@ def run_labelled(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) 
 def _run(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any, stage: Stage) -> Any:
     name = serving(kernel, inv, cfg)
     run = find_run(kernel, name)
-    rule = find_rule(kernel, run, cfg, device_kind(), name)
+    rule = None if name == REFERENCE else find_rule(kernel, run, cfg, device_kind(), name)
     arrays, rest = split((inv.args, without_demand(inv.kwargs)))
 
     def primal(*arrays: Any) -> Any:
@@ -60,7 +67,9 @@ def _run(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any, stage: S
 
     if rule is None:
         return stage(primal)(*arrays)
-    return call_with_rule(kernel.full_op_id, rule, primal, arrays, rest, stage)
+    return call_with_rule(
+        kernel.full_op_id, rule, primal, arrays, rest, stage, advice=way_out(kernel)
+    )
 
 
 def _labelling_stage(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> Stage:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from ..utils.fingerprint import device_kind
+from ..utils.serialize import declare_type
 from ..utils.stable import stable_json
 from . import catalog
 from .dispatch import (
@@ -22,13 +23,19 @@ from .dispatch import (
     suffix_order,
 )
 from .invocation import Invocation, KeyBuilder
+from .limits import Limits, field_reasons, limit_reasons
 from .near import NearShapes
+from .partitioning import needs_mesh
 from .space import Space
 from .supports import (
     IMPLEMENTATION,
+    REFERENCE,
     Supports,
     demand_of,
     demanded,
+    demands_reference,
+    has_reference,
+    no_config_message,
     reasons_against,
     serving,
     without_demand,
@@ -60,8 +67,10 @@ class Kernel(Generic[Cfg, Out]):
     `grads` holds one gradient per positional argument, `None` where there is none. Keyword
     arguments that are arrays and need gradients go into one dict after them.
 
-    Optional, for the tuner: `reference(*args, **kwargs)`, the truth that candidates are compared
-    with, and `make_inputs(inv, key) -> (args, kwargs)`, realistic inputs to measure with.
+    Optional: `reference(*args, **kwargs)`, the definition in plain JAX. The tuner compares
+    candidates with it, and `implementation="reference"` calls it, for instance to differentiate
+    more often than a rule of the kernel's own allows. For the tuner alone:
+    `make_inputs(inv, key) -> (args, kwargs)`, realistic inputs to measure with.
 
     >>> import dataclasses, jax, jax.numpy as jnp
     >>> @dataclasses.dataclass(frozen=True)
@@ -90,8 +99,15 @@ class Kernel(Generic[Cfg, Out]):
     """What implementations can do, by name (`"pallas"`): a call goes to the first that can serve
     it. One that is not named serves everything."""
 
+    limits: ClassVar[Mapping[str, Limits]] = {}
+    """What the fields of a config may be, by implementation: see `Limits`. One that is not named
+    takes every config of the kernel's class."""
+
     near_shapes: ClassVar[NearShapes | None] = None
     """Where a call that was never tuned may use the config of a tuned one of other sizes."""
+
+    partitioning: ClassVar[Any] = None
+    """How calls are divided over a mesh: a `Partitioning`, or a method `(inv) -> Partitioning`."""
 
     key_builder: KeyBuilder | None = None
     """Builds the call key instead of `Invocation.call_key`, if set."""
@@ -108,6 +124,7 @@ class Kernel(Generic[Cfg, Out]):
         declared = _declared_config_type(cls)
         if declared is not None:
             cls.config_type = declared
+        declare_type(cls.config_type)
 
     def __init__(
         self, name: str | None = None, *, op_id: str | None = None, version: str | None = None
@@ -142,12 +159,21 @@ class Kernel(Generic[Cfg, Out]):
                 f"kernel {self.op_id!r} ({cls.__name__}) defines {have} without {lack}; a gradient "
                 "needs both (or custom_vjp alone)"
             )
-        unknown = sorted(set(self.supports) - set(_names_of_runs(cls)))
-        if unknown:
-            raise TypeError(
-                f"kernel {self.op_id!r} ({cls.__name__}): supports names {', '.join(unknown)}, but "
-                f"it has {', '.join(_names_of_runs(cls))}"
-            )
+        for attribute in ("supports", "limits"):
+            unknown = sorted(set(getattr(self, attribute)) - set(implementation_names(cls)))
+            if unknown:
+                raise TypeError(
+                    f"kernel {self.op_id!r} ({cls.__name__}): {attribute} names "
+                    f"{', '.join(unknown)}, but it has {', '.join(implementation_names(cls))}"
+                )
+        for name, limits in self.limits.items():
+            if dataclasses.is_dataclass(self.config_type) and (
+                unknown := limits.unknown_fields(self.config_type)
+            ):
+                raise TypeError(
+                    f"kernel {self.op_id!r} ({cls.__name__}): limits[{name!r}] names "
+                    f"{', '.join(unknown)}, which {_class_name(self.config_type)} does not have"
+                )
         for label, value, pattern in (
             ("name", self.op_id, _OP_ID),
             ("version", self.version, _VERSION),
@@ -189,6 +215,14 @@ class Kernel(Generic[Cfg, Out]):
             return self.config_type()  # type: ignore[no-any-return]
         raise NotImplementedError(f"kernel {self.full_op_id} has no heuristic_cfg method")
 
+    def entries_are_independent(self, *args: Any, **kwargs: Any) -> bool:
+        """True if the first axis is a batch whose entries have nothing to do with each other.
+
+        That of the first argument, of arguments of the same size there, and of every output. Then
+        its size may be a symbol (`jax.export.symbolic_shape`).
+        """
+        return False
+
     def candidate_cfgs(self, inv: Invocation[Cfg, Out]) -> Iterable[Cfg]:
         """Configs worth trying. Another name for `config_space`; write either."""
         return [self.heuristic_cfg(inv)]
@@ -226,11 +260,16 @@ class Kernel(Generic[Cfg, Out]):
         return self._heuristic_of(inv, serving(self, inv))
 
     def _heuristic_of(self, inv: Invocation[Cfg, Out], implementation: str | None) -> Cfg:
+        if demands_reference(inv):
+            raise ValueError(no_config_message(inv))
         found = find_method(self, "heuristic_cfg", device_kind(), Kernel, implementation)
-        return self.check_config((found or self.heuristic_cfg)(inv), "heuristic_cfg returned")
+        cfg = (found or self.heuristic_cfg)(inv)
+        return self._checked(cfg, "heuristic_cfg returned", inv, implementation)
 
     def candidates(self, inv: Invocation[Cfg, Out]) -> list[Cfg]:
         """Every distinct config to try on the current device; the heuristic one comes first."""
+        if demands_reference(inv):
+            raise ValueError(no_config_message(inv))
         if not self.tune_implementations or demanded(inv) is not None:
             return self._candidates_of(inv, serving(self, inv))
         return [
@@ -242,21 +281,29 @@ class Kernel(Generic[Cfg, Out]):
 
     def _candidates_of(self, inv: Invocation[Cfg, Out], implementation: str | None) -> list[Cfg]:
         listed = find_method(self, "candidate_cfgs", device_kind(), Kernel, implementation)
-        configs: Iterable[Any] = [] if listed is None else listed(inv)
+        # A tuner measures on one device, where there is nobody to talk to.
+        configs: Iterable[Any] = [] if listed is None or needs_mesh(self, inv) else listed(inv)
         if isinstance(configs, Space):
             configs = configs.of(self.config_type)
         checked = [
-            self.check_config(cfg, "candidate_cfgs (config_space) listed") for cfg in configs
+            self.check_config_class(cfg, "candidate_cfgs (config_space) listed") for cfg in configs
         ]
         return self.with_heuristic(inv, checked, implementation)
 
     def implementation(self, name: str) -> Any:
-        """The run method with this suffix; `"run"` is the one without."""
+        """The run method with this suffix; `"run"` is the one without.
+
+        `"reference"` is the definition, if there is one. All of them are called with `cfg=`, which
+        the definition does not look at.
+        """
+        if name == REFERENCE and has_reference(self):
+            definition = getattr(self, REFERENCE)
+            return lambda *args, cfg, **kwargs: definition(*args, **kwargs)
         method = "run" if name == "run" else method_name("run", name)
         if method not in defined_methods(type(self), "run", Kernel):
             raise ValueError(
                 f"kernel {self.full_op_id}: implementation={name!r} does not exist; it has "
-                f"{', '.join(_names_of_runs(type(self)))}"
+                f"{', '.join(implementation_names(type(self)))}"
             )
         return getattr(self, method)
 
@@ -281,8 +328,32 @@ class Kernel(Generic[Cfg, Out]):
             distinct.setdefault(stable_json(cfg), cfg)
         return list(distinct.values())
 
-    def check_config(self, cfg: Any, origin: str = "cfg is") -> Cfg:
-        """Return `cfg` if it is a config of this kernel, else raise a `TypeError` that says why."""
+    def check_config(
+        self, cfg: Any, origin: str = "cfg is", inv: Invocation[Cfg, Out] | None = None
+    ) -> Cfg:
+        """Return `cfg` if it is a config of this kernel, and, with `inv`, one for that call.
+
+        Raises a `TypeError` for another class or a field of another type, and a `ValueError` for a
+        field that is not within the `limits` of the implementation that serves the call.
+        """
+        return self._checked(cfg, origin, inv, None)
+
+    def _checked(
+        self,
+        cfg: Any,
+        origin: str,
+        inv: Invocation[Cfg, Out] | None,
+        implementation: str | None,
+    ) -> Cfg:
+        self.check_config_class(cfg, origin)
+        if reasons := field_reasons(cfg):
+            raise TypeError(self._refusal(cfg, origin, reasons))
+        if inv is not None and (reasons := limit_reasons(self, cfg, inv, implementation)):
+            raise ValueError(self._refusal(cfg, origin, reasons))
+        return cfg  # type: ignore[no-any-return]
+
+    def check_config_class(self, cfg: Any, origin: str = "cfg is") -> Cfg:
+        """Return `cfg` if it is of this kernel's config class, else raise a `TypeError`."""
         expected = self.config_type
         if isinstance(expected, type) and not isinstance(cfg, expected):
             raise TypeError(
@@ -292,6 +363,12 @@ class Kernel(Generic[Cfg, Out]):
         if cfg is None:
             raise TypeError(f"kernel {self.full_op_id}: {origin} None; a config is needed")
         return cfg  # type: ignore[no-any-return]
+
+    def _refusal(self, cfg: Any, origin: str, reasons: list[str]) -> str:
+        return (
+            f"kernel {self.full_op_id}: {origin} {cfg!r}, and {'; '.join(reasons)}. Change it, or "
+            "leave the config out: then the kernel chooses one."
+        )
 
     # --- the machinery behind __call__ -----------------------------------------------------------
 
@@ -332,7 +409,13 @@ class Kernel(Generic[Cfg, Out]):
 Kernel.__call__ = Kernel._call  # type: ignore[attr-defined, method-assign]
 
 
-def _names_of_runs(cls: type) -> list[str]:
+def implementation_names(cls: type) -> list[str]:
+    """What a call may ask for by name: what takes a config, and the reference."""
+    names = configured_names(cls)
+    return [*names, REFERENCE] if has_reference(cls) else names
+
+
+def configured_names(cls: type) -> list[str]:
     """The implementations of a kernel class by name: `run` and `run_xla` are `run` and `xla`."""
     return [method.removeprefix("run_") for method in defined_methods(cls, "run", Kernel)]
 
@@ -389,6 +472,10 @@ def _constructible(cls: Any) -> bool:
         or not field.init
         for field in dataclasses.fields(cls)
     )
+
+
+def _class_name(cls: Any) -> str:
+    return str(getattr(cls, "__name__", cls))
 
 
 def _name_from_class(cls: type) -> str:

@@ -127,7 +127,7 @@ class NearShapes:
         if any(mine[part] != other[part] for part in ("dtype", "weak", "sharding")):
             return None
         sizes, tuned_sizes = _sizes(mine["shape"]), _sizes(other["shape"])
-        if len(sizes) != len(tuned_sizes):
+        if len(sizes) != len(tuned_sizes) or max(tuned_sizes, default=0) > _LARGEST_SIZE:
             return None
         total = 0.0
         for axis, (size, tuned_size) in enumerate(zip(sizes, tuned_sizes, strict=True)):
@@ -144,8 +144,12 @@ class NearShapes:
         return total
 
 
+_LARGEST_SIZE = 2**63  # of anything that was ever tuned; a file may say more
+
+
 def _sizes(text: str) -> list[int]:
-    return [int(size) for size in text.split(",") if size]
+    # Twenty digits are above `_LARGEST_SIZE` already; thousands would take `int` long.
+    return [int(size[:20]) for size in text.split(",") if size]
 
 
 def _pairs(one: Any, other: Any) -> Iterable[tuple[Any, Any]]:

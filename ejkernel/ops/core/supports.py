@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 IMPLEMENTATION = "implementation"
 """The keyword of every call that demands an implementation by name."""
 
+REFERENCE = "reference"
+"""The name under which a kernel's `reference`, its definition, serves whoever demands it."""
+
 Rule = Callable[["Invocation[Any, Any]"], "str | None"]
 
 
@@ -85,11 +88,30 @@ def demand_of(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name == IMPLEMENTATION}
 
 
+def has_reference(kernel: Any) -> bool:
+    """True for a kernel, or a class of kernels, that says by `reference` what it computes."""
+    return callable(getattr(kernel, REFERENCE, None))
+
+
+def demands_reference(inv: Invocation[Any, Any]) -> bool:
+    """True for a call of the definition, which has no config: nothing is chosen, nothing tuned."""
+    return inv.kwargs.get(IMPLEMENTATION) == REFERENCE
+
+
+def no_config_message(inv: Invocation[Any, Any]) -> str:
+    """What to say to whoever wants a config for the definition."""
+    return (
+        f"kernel {inv.full_op_id}: {IMPLEMENTATION}={REFERENCE!r} is the definition, which has no "
+        f"config: there is nothing to choose and nothing to tune. Leave {IMPLEMENTATION} out to "
+        "have the config of a fast implementation"
+    )
+
+
 def reasons_against(kernel: Kernel[Any, Any], name: str, inv: Invocation[Any, Any]) -> list[str]:
     """Why an implementation cannot serve a call on the current device."""
     kind = device_kind()
     suffix = "" if name == "run" else name
-    if suffix not in suffix_order(kind):
+    if name != REFERENCE and suffix not in suffix_order(kind):
         serves = [k for k in ("gpu", "tpu", "cpu") if suffix in suffix_order(k)]
         return [f"it serves {' and '.join(serves)} devices, and this is a {kind}"]
     declared = kernel.supports.get(name)
@@ -131,7 +153,11 @@ def _refusal(
     if name is None:
         lines = [f"no implementation can serve {call} on this {device_kind()}:"]
         lines += [f"  {method_name('run', n)}: {'; '.join(r)}" for n, r in others.items()]
+        if has_reference(kernel) and not reasons_against(kernel, REFERENCE, inv):
+            lines.append(f"{IMPLEMENTATION}={REFERENCE!r} can: it is the definition, and slow.")
         return "\n".join(lines)
+    if has_reference(kernel) and name != REFERENCE:
+        others[REFERENCE] = reasons_against(kernel, REFERENCE, inv)
     able = [n for n, r in others.items() if not r]
     lines = [f"implementation={name!r} cannot serve {call}:", *(f"  {r}" for r in reasons)]
     lines += [f"  {n!r} cannot either: {'; '.join(r)}" for n, r in others.items() if r]

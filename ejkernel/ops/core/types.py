@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple, TypeVar
 
+from ...markup import one_line
+
 Cfg = TypeVar("Cfg")
 """A kernel's config: a frozen dataclass (nested dataclasses, tuples, enums, dtypes, None)."""
 
@@ -17,7 +19,7 @@ class ConfigKey(NamedTuple):
     call_key: str
 
     def __str__(self) -> str:
-        return f"{self.op_id}:{self.call_key} on {self.device}"
+        return one_line(f"{self.op_id}:{self.call_key} on {self.device}")
 
 
 PyTree = Any

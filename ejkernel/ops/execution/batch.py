@@ -11,7 +11,7 @@ from ..core.batching import axes_per_argument, batch_size
 from ..core.invocation import BatchAxes
 from ..core.kernel import Kernel
 from ..utils.stable import stable_json
-from .entry import Entry, holds_arrays, refuse_unhashable
+from .entry import MAX_JITTED, Entry, holds_arrays, refuse_unhashable
 from .executor import Executor, default_executor
 
 
@@ -53,6 +53,8 @@ def pmap_with_config(
 
         key = (stable_json(batch), tuple(sorted(static.items(), key=lambda item: item[0])))
         if key not in mapped:
+            if len(mapped) >= MAX_JITTED:
+                mapped.clear()
             mapped[key] = jax.pmap(
                 one, axis_name=axis_name, in_axes=(None, *batch.in_axes), out_axes=out_axes
             )
@@ -69,7 +71,7 @@ class _VmapEntry(Entry):
     def __init__(
         self, kernel: Kernel[Any, Any], executor: Executor | None, in_axes: Any, out_axes: Any
     ) -> None:
-        super().__init__(kernel, executor)
+        super().__init__(kernel, lambda: executor or default_executor())
         self._in_axes = in_axes
         self._out_axes = out_axes
 

@@ -9,7 +9,10 @@ was learned is caught while tracing and sorted by its values.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -29,19 +32,26 @@ class Unsorted(Exception):
     """A call whose keywords are not what the entry has learned; raised while tracing it."""
 
 
+MAX_JITTED = 128
+"""How many jitted functions an entry keeps for calls that differ in what is static or built in."""
+
+
 class Entry:
-    """Calls one kernel through one executor (None: the default one at the time of tracing).
+    """Calls one kernel through the executor that `executor` gives at the time of tracing.
 
     `plain` takes calls without keywords, `keyword` those with. Both may raise; `after_error` then
     serves the call, or raises the clearest error there is.
     """
 
-    __slots__ = ("_by_static", "_executor", "_static", "kernel", "keyword", "plain")
+    __slots__ = ("_executor", "_for_fixed", "_for_static", "_static", "kernel", "keyword", "plain")
 
-    def __init__(self, kernel: Kernel[Any, Any], executor: Executor | None) -> None:
+    def __init__(self, kernel: Kernel[Any, Any], executor: Callable[[], Executor | None]) -> None:
         self.kernel = kernel
         self._executor = executor
-        self._by_static: dict[Any, Any] = {}
+        # A value that is built into the program may be another one in every call, so only the
+        # latest functions stay.
+        self._for_static = functools.lru_cache(MAX_JITTED)(self._jitted_for)
+        self._for_fixed = functools.lru_cache(MAX_JITTED)(self._jitted_with)
         self._static = frozenset({"cfg", IMPLEMENTATION, *static_keywords(type(kernel))})
 
         def call(*args: Any) -> Any:
@@ -71,11 +81,12 @@ class Entry:
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What JAX traces: select and run, through the executor of this moment."""
-        executor = self._executor
+        executor = self._executor()
         if executor is None:
-            from .executor import default_executor
-
-            executor = default_executor()
+            raise RuntimeError(
+                f"kernel {self.kernel.full_op_id}: the executor of this call was deleted before "
+                "it was traced; keep a reference to it"
+            )
         cfg = kwargs.pop("cfg", None)
         return self.run(executor, args, kwargs, cfg.value if isinstance(cfg, ByContent) else cfg)
 
@@ -95,10 +106,7 @@ class Entry:
     def sorted_by_value(self, *args: Any, **kwargs: Any) -> Any:
         """Call with keywords: those that hold arrays are traced, the others are static."""
         static = frozenset(name for name, value in kwargs.items() if not holds_arrays(value))
-        jitted = self._by_static.get(static)
-        if jitted is None:
-            jitted = self._by_static[static] = self._jitted_for(static)
-        return jitted(*args, **kwargs)
+        return self._for_static(static)(*args, **kwargs)
 
     def _learn(self, kwargs: dict[str, Any]) -> None:
         """Make `keyword` fit this call, if one set of static names can fit all calls so far."""
@@ -151,7 +159,7 @@ class Entry:
         elif isinstance(error, Unsorted):  # an array that looks like a number
             return self.sorted_by_value(*args, **kwargs)
         if "cfg" in kwargs and not _is_hashable(kwargs["cfg"]):
-            self.kernel.check_config(kwargs["cfg"])
+            self.kernel.check_config(kwargs["cfg"])  # by type: stable_json may not know a value
             return self.call(*args, **{**kwargs, "cfg": ByContent(kwargs["cfg"])})
         static = {name: value for name, value in kwargs.items() if not holds_arrays(value)}
         refuse_unhashable(self.kernel, static)
@@ -164,10 +172,7 @@ class Entry:
                 f"kernel {self.kernel.full_op_id}: the arguments hold a value that is neither data "
                 f"nor hashable: {[v for v in fixed.leaves if not _is_hashable(v)]!r}"
             ) from error
-        jitted = self._by_static.get(fixed)
-        if jitted is None:
-            jitted = self._by_static[fixed] = self._jitted_with(fixed)
-        return jitted(data)
+        return self._for_fixed(fixed)(data)
 
     def _refuse_mixed_devices(
         self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -250,15 +255,39 @@ class CompiledCall:
         return self.compiled(data)
 
 
-class EntryTable(dict["Executor | None", Entry]):
-    """A kernel's entries, made when first asked for."""
+class ExecutorKey(weakref.ref["Executor"]):
+    """A weak reference to an executor that compares by identity, even if executors define `==`."""
+
+    __slots__ = ()
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
+class EntryTable(dict["ExecutorKey | None", Entry]):
+    """A kernel's entries, made when first asked for; None is for the default executor.
+
+    An entry goes with its executor, and all programs that were compiled for it: a server may make
+    an executor for every request.
+    """
 
     def __init__(self, kernel: Kernel[Any, Any]) -> None:
         super().__init__()
         self._kernel = kernel
 
-    def __missing__(self, executor: Executor | None) -> Entry:
-        return self.setdefault(executor, Entry(self._kernel, executor))
+    def __missing__(self, key: ExecutorKey | None) -> Entry:
+        if key is None:
+            return self.setdefault(None, Entry(self._kernel, _default_executor))
+        executor = key()
+        assert executor is not None  # it is the caller
+        watched = weakref.ref(executor, lambda _: self.pop(key, None))
+        return self.setdefault(key, Entry(self._kernel, watched))
+
+
+def _default_executor() -> Executor:
+    from .executor import default_executor
+
+    return default_executor()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -5,19 +5,22 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from ..config import ambient
 from ..config.decision import Decision
 from ..config.persistent import PersistentCache
 from ..config.policy import AutotunePolicy
 from ..config.selection import ConfigSelectorChain
-from ..core.implementation import run_labelled
+from ..core.implementation import run_labelled, run_unlabelled, run_with_default
 from ..core.invocation import Invocation
 from ..core.kernel import Kernel
+from ..core.supports import demands_reference, no_config_message
+from ..core.symbolic import run_with_symbols, symbols
 from ..registry import record_while_tracing
 from ..utils import environment
-from .entry import CompiledCall
+from .entry import CompiledCall, ExecutorKey
+from .partitioned import run_definition, run_partitioned
 
 C = TypeVar("C")
 O = TypeVar("O")  # noqa: E741
@@ -44,6 +47,21 @@ class Executor:
     >>> executor = Executor(ConfigSelectorChain(cache=ConfigCache(), autotune=False))
     """
 
+    # Kernels keep their entries for this executor under `_key`, which does not keep it alive.
+    __slots__ = ("__dict__", "__weakref__", "_key")
+
+    _key: ExecutorKey
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        # Not in `__init__`, which neither copies nor all subclasses run.
+        self = super().__new__(cls)
+        self._key = ExecutorKey(self)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes over: everything but the key, of which it has its own."""
+        return dict(self.__dict__)
+
     def __init__(self, chooser: ConfigChooser | None = None) -> None:
         if chooser is None:
             chooser = ConfigSelectorChain()
@@ -67,12 +85,12 @@ class Executor:
         """Select a config and run; `cfg=` fixes it, other keywords go to the kernel."""
         try:
             if kwargs:
-                return kernel._entries[self].keyword(*args, **kwargs)  # type: ignore[no-any-return]
-            return kernel._entries[self].plain(*args)  # type: ignore[no-any-return]
+                return kernel._entries[self._key].keyword(*args, **kwargs)  # type: ignore[no-any-return]
+            return kernel._entries[self._key].plain(*args)  # type: ignore[no-any-return]
         except Exception as error:  # noqa: BLE001  raised again, or explained, there
             if not isinstance(kernel, Kernel):
                 raise _not_a_kernel(kernel) from None
-            return kernel._entries[self].after_error(error, args, kwargs)  # type: ignore[no-any-return]
+            return kernel._entries[self._key].after_error(error, args, kwargs)  # type: ignore[no-any-return]
 
     def choose_config(self, kernel: Kernel[C, Any], /, *args: Any, **kwargs: Any) -> C:
         """The config that a call with these arguments runs with (it may tune, like the call)."""
@@ -91,7 +109,7 @@ class Executor:
         """A compiled callable for the shapes of these arguments (arrays or abstract shapes)."""
         if not isinstance(kernel, Kernel):
             raise _not_a_kernel(kernel)
-        return kernel._entries[self].compile(args, kwargs)
+        return kernel._entries[self._key].compile(args, kwargs)
 
     def run(
         self,
@@ -105,8 +123,25 @@ class Executor:
     ) -> Any:
         """Select and run inside the current trace: what every call comes down to."""
         if cfg is not None:
-            kernel.check_config(cfg)
+            kernel.check_config_class(cfg)
         args, kwargs = kernel.prepared(args, kwargs)
+        if symbols((args, kwargs)):
+            settings = {"cfg": cfg, "batch_axes": batch_axes, "stamp": stamp}
+            return run_with_symbols(
+                kernel, args, kwargs, lambda a, k: self._run(kernel, a, k, **settings)
+            )
+        return self._run(kernel, args, kwargs, cfg=cfg, batch_axes=batch_axes, stamp=stamp)
+
+    def _run(
+        self,
+        kernel: Kernel[Any, Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        cfg: Any,
+        batch_axes: Any,
+        stamp: bool,
+    ) -> Any:
         inv: Invocation[Any, Any] = Invocation(
             kernel=kernel,
             args=args,
@@ -115,10 +150,23 @@ class Executor:
             override_cfg=cfg,
             stamp=stamp,
         )
+        if demands_reference(inv):
+            if cfg is not None:
+                raise ValueError(f"{no_config_message(inv)}; cfg={cfg!r} was given")
+            # Neither recorded nor labelled: what is, is tuned.
+            return run_definition(inv, kernel, lambda i, k: run_unlabelled(i, k, None))
+        partitioned = run_partitioned(inv, kernel, self._run_here, run_with_default)
+        return self._run_here(inv, kernel) if partitioned is None else partitioned.output
+
+    def _run_here(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
+        """Select and run with the shapes that the current trace sees."""
+        cfg = inv.override_cfg
         if cfg is not None and not isinstance(self.chooser, ConfigSelectorChain):
-            chosen = cfg  # a chooser of the user's own need not know of overrides
+            # A chooser of the user's own need not know of overrides.
+            chosen = kernel.check_config(cfg, inv=inv)
         else:
-            chosen = kernel.check_config(self.chooser.choose(inv, kernel), "the chooser returned")
+            chosen = self.chooser.choose(inv, kernel)
+            kernel.check_config(chosen, "the chooser returned", inv)
         record_while_tracing(kernel, inv)
         return run_labelled(inv, kernel, chosen)
 

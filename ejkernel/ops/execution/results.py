@@ -7,13 +7,15 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from ...store.reading import parse_json, shown
+from ...store.rows import wrong_about
 from ..config import ambient
 from ..config.cache import OverlayLayer
 from ..core import catalog
 from ..core.types import ConfigKey
 from ..utils.display import Displayed, Shown
 from ..utils.fingerprint import device_fingerprint
-from ..utils.serialize import from_plain, loaded_type, qualified_name, to_plain
+from ..utils.serialize import config_type_named, from_plain, qualified_name, to_plain
 
 if TYPE_CHECKING:
     from ..config.selection import ConfigSelectorChain
@@ -186,18 +188,19 @@ class AutotuningResult(Displayed):
         """Read what `dumps` wrote; the modules that define the config classes must be loaded."""
         where = "AutotuningResult.loads"
         try:
-            plain = json.loads(text)
+            plain = parse_json(text, nan=True)
             schema, device, listed = plain["ejkernel_result"], plain["device"], plain["entries"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{where}: the text is not an AutotuningResult: {error!r}") from error
-        if not isinstance(schema, int) or schema > SCHEMA:
+        if type(schema) is not int or schema > SCHEMA:
             raise ValueError(
-                f"{where}: written by a newer ejkernel (schema {schema!r}, this one knows {SCHEMA})"
+                f"{where}: written by a newer ejkernel (schema {shown(schema)}, this one knows "
+                f"{SCHEMA})"
             )
         if not isinstance(device, str) or not isinstance(listed, list):
             raise ValueError(
                 f"{where}: device must be a string and entries a list, "
-                f"got {device!r} and {listed!r}"
+                f"got {shown(device)} and {shown(listed)}"
             )
         return cls(
             device,
@@ -220,19 +223,23 @@ class AutotuningResult(Displayed):
 
 def _entry_from_plain(plain: Any, where: str) -> Entry:
     if not isinstance(plain, dict):
-        raise ValueError(f"{where} must be an object, got {plain!r}")
+        raise ValueError(f"{where} must be an object, got {shown(plain)}")
     for name in ("op_id", "call_key", "config_type"):
         if not isinstance(plain.get(name), str):
-            raise ValueError(f"{where}: {name} must be a string, got {plain.get(name)!r}")
+            raise ValueError(f"{where}: {name} must be a string, got {shown(plain.get(name))}")
     if "config" not in plain:
         raise ValueError(f"{where}: the config is missing")
+    for name in ("signature", "seconds", "heuristic_seconds"):
+        if wrong_about(name, plain.get(name)):
+            raise ValueError(f"{where}: its {name} is {shown(plain[name])}")
     op_id, type_name = plain["op_id"], plain["config_type"]
     kernel = catalog.find(op_id)
-    config_type = (kernel.config_type if kernel is not None else None) or loaded_type(type_name)
+    declared = kernel.config_type if kernel is not None else None
+    config_type = declared or config_type_named(type_name)
     if config_type is Any and isinstance(plain["config"], dict):
         raise ValueError(
-            f"{where}: the config class {type_name} of {op_id} is not loaded; import the module "
-            "that defines the kernel first"
+            f"{where}: the config class {shown(type_name)} of {shown(op_id)} is not loaded; "
+            "import the module that defines the kernel first"
         )
     try:
         cfg = from_plain(plain["config"], config_type)
@@ -242,7 +249,7 @@ def _entry_from_plain(plain: Any, where: str) -> Entry:
         op_id,
         plain["call_key"],
         cfg,
-        plain.get("signature", ""),
+        plain.get("signature") or "",
         plain.get("seconds"),
         plain.get("heuristic_seconds"),
         origin="loaded",

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...markup import one_line
 from ..utils.display import Shown
 
 if TYPE_CHECKING:
@@ -33,8 +34,10 @@ def text_table(
 
 def as_text(shown: Shown) -> str:
     """A table for a terminal or a log file."""
-    table = text_table(shown.header, shown.rows, shown.right)
-    return "\n".join([*([shown.title] if shown.title else []), table, *shown.notes])
+    rows = [[one_line(cell) for cell in row] for row in shown.rows]
+    title = [one_line(shown.title)] if shown.title else []
+    table = text_table(shown.header, rows, shown.right)
+    return "\n".join([*title, table, *map(one_line, shown.notes)])
 
 
 def result_table(result: AutotuningResult) -> Shown:

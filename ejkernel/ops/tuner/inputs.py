@@ -7,6 +7,7 @@ trace, so that a measurement inside `jit` measures execution.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -22,9 +23,16 @@ if TYPE_CHECKING:
     from ..core.kernel import Kernel
 
 
-def outside_trace() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def outside_trace() -> Iterator[None]:
     """Run things for real, even while JAX is tracing; the caller's JAX settings stay in force."""
-    return jax.core.eval_context()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.core.eval_context())
+        if not jax.sharding.get_abstract_mesh().empty:
+            # Inside a `shard_map` JAX would take everything for a part of something sharded.
+            no_mesh = jax.sharding.AbstractMesh((), ())
+            stack.enter_context(jax.sharding.use_abstract_mesh(no_mesh))
+        yield
 
 
 def realistic_inputs(

@@ -7,6 +7,9 @@ names a culprit; it moves to a permanent list, and later processes leave that ca
     journal/running/   one file per candidate that runs now
     journal/crashed/   one readable file per candidate that crashed; delete it to try it again
     journal/damaged/   notes that cannot be read
+
+The folders are this user's own, and are worked in by descriptor (`ejkernel.store.private`): a link
+that somebody put in the place of one is refused, and nothing of theirs is moved.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ import uuid
 import warnings
 from collections.abc import Iterator
 
-from ...store.durable import flush_folder, write_whole
+from ...markup import one_line
+from ...store.private import PrivateFolder
+from ...store.reading import parse_json
 from ..utils import environment
 from ..utils.stable import short_hash
 
@@ -34,8 +39,8 @@ _ABANDONED_WRITE_SECONDS = 3600.0
 
 
 def default_folder() -> pathlib.Path:
-    """`journal` in the cache folder."""
-    return pathlib.Path(environment.CACHE_DIR.read()).expanduser() / "journal"
+    """`journal` in the cache folder; `NoHomeFolder` if there is no such place."""
+    return environment.cache_folder("journal")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,15 +68,15 @@ class _Note:
     namespace: str  # process ids of another container mean nothing here
 
     @staticmethod
-    def read(file: pathlib.Path) -> _Note:
-        """Raises `ValueError` if it is damaged, `OSError` if it is not there."""
-        found = json.loads(file.read_text(encoding="utf-8"))
+    def loads(data: bytes) -> _Note:
+        """Raises `ValueError` if it is damaged."""
+        found = parse_json(data)
         types = {field.name: int if field.name == "pid" else str for field in _NOTE_FIELDS}
         if not isinstance(found, dict) or any(
             not isinstance(found.get(name), kind) for name, kind in types.items()
         ):
             raise ValueError("it is not a note of a journal")
-        datetime.datetime.fromisoformat(found["when"])
+        _moment(found["when"])
         return _Note(**{name: found[name] for name in types})
 
 
@@ -87,14 +92,12 @@ class Journal:
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self.folder = default_folder() if folder is None else pathlib.Path(folder)
-        self._running = self.folder / "running"
-        self._crashed = self.folder / "crashed"
-        self._damaged = self.folder / "damaged"
+        self._said = False
 
     @contextlib.contextmanager
     def about_to_run(self, key_text: str, config_text: str) -> Iterator[None]:
         """Keep a note on disk while the block runs; an exception is not a crash."""
-        file = self._running / f"{os.getpid()}-{uuid.uuid4().hex}.json"
+        name = f"{os.getpid()}-{uuid.uuid4().hex}.json"
         note = _Note(
             key_text,
             config_text,
@@ -105,90 +108,127 @@ class Journal:
             _boot(),
             _namespace(),
         )
-        try:
-            write_whole(file, _text(note))
-        except OSError as error:
-            warnings.warn(
-                f"the journal {self.folder} cannot be written, so a candidate that crashes will "
-                f"not be remembered: {error}",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-            yield
-            return
-        try:
-            yield
-        finally:
-            file.unlink(missing_ok=True)
-            flush_folder(file.parent)
+        with contextlib.ExitStack() as stack:
+            try:
+                running = stack.enter_context(self._inside("running", create=True))
+                running.write(name, _text(note))
+            except OSError as error:
+                self._warn(
+                    f"the journal {self.folder} cannot be written, so a candidate that crashes "
+                    f"will not be remembered: {error}"
+                )
+                yield
+                return
+            try:
+                yield
+            finally:
+                running.remove(name)
+                running.flush()
 
     def culprits(self) -> list[Culprit]:
         """What dead processes left behind; moves it to the permanent list.
 
         Of several processes that ask at once, one is told.
         """
-        found = []
-        for file in self._notes():
-            try:
-                note = _Note.read(file)
-            except FileNotFoundError:
-                continue  # it ended, or someone else was faster
-            except ValueError as error:
-                self._set_aside(file, error)
-                continue
-            if _alive(note):
-                continue
-            culprit = Culprit(note.key, note.config, note.when, note.host, note.pid)
-            write_whole(self._crash_file(note.key, note.config), _text(culprit))
-            try:
-                file.unlink()  # only now: whatever happens, one of the two files is there
-            except FileNotFoundError:
-                continue
-            found.append(culprit)
+        found: list[Culprit] = []
+        try:
+            with self._inside("running") as running:
+                for name in self._notes(running):
+                    culprit = self._dead(running, name)
+                    if culprit is not None:
+                        found.append(culprit)
+        except (FileNotFoundError, NotADirectoryError):
+            pass  # nothing was ever noted
+        except OSError as error:
+            self._warn(f"the journal {self.folder} cannot be read: {error}")
         return found
+
+    def _dead(self, running: PrivateFolder, name: str) -> Culprit | None:
+        """What a note blames, if its process is gone; the note is then moved to the list."""
+        try:
+            note = _Note.loads(running.read(name))
+        except FileNotFoundError:
+            return None  # it ended, or someone else was faster
+        except (ValueError, OSError) as error:
+            self._set_aside(running, name, error)
+            return None
+        if _alive(note):
+            return None
+        culprit = Culprit(note.key, note.config, note.when, note.host, note.pid)
+        with self._inside("crashed", create=True) as crashed:
+            crashed.write(_crash_name(note.key, note.config), _text(culprit))
+        # Only now: whatever happens, one of the two files is there.
+        return culprit if running.remove(name) else None
 
     def crashed(self, key_text: str, config_text: str) -> str | None:
         """When and where a candidate crashed, or None if it never did."""
-        file = self._crash_file(key_text, config_text)
+        name = _crash_name(key_text, config_text)
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-            when, host, pid = found["when"], found["host"], found["pid"]
-        except (FileNotFoundError, NotADirectoryError):
+            with self._inside("crashed") as crashed:
+                data = crashed.read(name)
+        except ValueError:
+            data = b""
+        except OSError:  # not there, or not to be trusted: then it is nobody's word
             return None
+        file = self.folder / "crashed" / name
+        try:
+            found = parse_json(data)
+            when, host, pid = found["when"], found["host"], found["pid"]
         except (ValueError, TypeError, KeyError):
             # Its name alone says that it crashed.
             return f"it ended its process before (delete {file} to try it again)"
-        return (
+        return one_line(
             f"it ended its process {pid} on {host} at {when}, or was running when that was killed "
             f"(delete {file} to try it again)"
         )
 
-    def _crash_file(self, key_text: str, config_text: str) -> pathlib.Path:
-        return self._crashed / f"{short_hash([key_text, config_text], 32)}.json"
-
-    def _notes(self) -> list[pathlib.Path]:
-        """The notes; removes what was never finished."""
-        if not self._running.is_dir():
+    def crash_files(self) -> list[pathlib.Path]:
+        """The files of the candidates that crashed: delete one to try its candidate again."""
+        try:
+            with self._inside("crashed") as crashed:
+                return [crashed.path / name for name in crashed.names() if name.endswith(".json")]
+        except OSError:
             return []
-        for unfinished in self._running.glob(".writing-*"):
-            with contextlib.suppress(FileNotFoundError):
-                if time.time() - unfinished.stat().st_mtime > _ABANDONED_WRITE_SECONDS:
-                    unfinished.unlink()
-        return sorted(self._running.glob("*.json"))
 
-    def _set_aside(self, file: pathlib.Path, error: ValueError) -> None:
-        self._damaged.mkdir(parents=True, exist_ok=True)
+    def _inside(
+        self, name: str, *, create: bool = False
+    ) -> contextlib.AbstractContextManager[PrivateFolder]:
+        return PrivateFolder.open_inner(self.folder, name, create=create)
+
+    def _notes(self, running: PrivateFolder) -> list[str]:
+        """The notes; removes what was never finished."""
+        names = running.names()
+        for unfinished in (name for name in names if name.startswith(".writing-")):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - running.status(unfinished).st_mtime > _ABANDONED_WRITE_SECONDS:
+                    running.remove(unfinished)
+        return [name for name in names if name.endswith(".json")]
+
+    def _set_aside(self, running: PrivateFolder, name: str, error: Exception) -> None:
         with contextlib.suppress(FileNotFoundError):  # someone else was faster, and warns
-            os.replace(file, self._damaged / file.name)
+            with self._inside("damaged", create=True) as damaged:
+                running.move(name, damaged, name)
             warnings.warn(
-                f"a damaged note of the journal was moved to {self._damaged / file.name}: {error}",
+                one_line(
+                    "a damaged note of the journal was moved to "
+                    f"{self.folder / 'damaged' / name}: {error}"
+                ),
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
+    def _warn(self, message: str) -> None:
+        if not self._said:
+            self._said = True
+            warnings.warn(one_line(message), RuntimeWarning, stacklevel=4)
 
-def _text(record: _Note | Culprit) -> str:
-    return json.dumps(dataclasses.asdict(record), indent=1) + "\n"
+
+def _crash_name(key_text: str, config_text: str) -> str:
+    return f"{short_hash([key_text, config_text], 32)}.json"
+
+
+def _text(record: _Note | Culprit) -> bytes:
+    return f"{json.dumps(dataclasses.asdict(record), indent=1)}\n".encode()
 
 
 # --- processes -----------------------------------------------------------------------------------
@@ -200,11 +240,17 @@ def _alive(note: _Note) -> bool:
     if here and note.boot != _boot():
         return False
     if not here or note.namespace != _namespace():
-        written = datetime.datetime.fromisoformat(note.when)
-        age = datetime.datetime.now(datetime.UTC) - written.astimezone(datetime.UTC)
+        age = datetime.datetime.now(datetime.UTC) - _moment(note.when)
         return age.total_seconds() < _ELSEWHERE_SECONDS
     started = _started(note.pid)
     return started is not None and started == note.started
+
+
+def _moment(text: str) -> datetime.datetime:
+    try:
+        return datetime.datetime.fromisoformat(text).astimezone(datetime.UTC)
+    except OverflowError:  # a moment before the first one that there is
+        raise ValueError(f"{text!r} is no moment") from None
 
 
 def _started(pid: int) -> str | None:
@@ -213,7 +259,7 @@ def _started(pid: int) -> str | None:
         return "" if _exists(pid) else None
     try:
         line = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:  # there is none; or one that cannot be, as no number is so long
         return None
     # After the name, which stands in parentheses and may hold anything: state, then 18 fields more.
     fields = line.rpartition(")")[2].split()

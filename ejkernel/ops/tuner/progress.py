@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+from ...markup import one_line
 from .notebook import NotebookBar, in_notebook
 from .outcome import Trial
 
@@ -75,7 +76,7 @@ class _TerminalBar:
         )
         self._progress = RichProgress(*columns, console=console, transient=True)
         self._progress.start()
-        self._task = self._progress.add_task(escape(name), total=None, what="")
+        self._task = self._progress.add_task(escape(one_line(name)), total=None, what="")
 
     def update(self, **fields: Any) -> None:
         self._progress.update(self._task, **fields)

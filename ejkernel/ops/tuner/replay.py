@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...store.reading import parse_json, read_regular
 from .clock import typical
 from .search import BATCH, Candidates, Strategy, strategy_of
 
@@ -86,7 +87,7 @@ class Table:
         """
         where = os.fspath(path)
         try:
-            plain = json.loads(Path(path).read_text(encoding="utf-8"))
+            plain = parse_json(read_regular(path), nan=True)
         except (OSError, ValueError) as error:
             raise TableError(f"{where}: cannot be read as JSON: {error}") from error
         if not isinstance(plain, dict) or "ejkernel_table" not in plain:

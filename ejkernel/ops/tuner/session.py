@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ import numpy as np
 from ..core.implementation import run_unlabelled
 from ..core.invocation import BatchAxes, Invocation
 from ..core.kernel import Kernel
+from ..core.limits import reasons_against_config
 from ..core.partition import Partition, split
 from ..core.supports import demand_of, without_demand
 from ..utils.fingerprint import is_array
@@ -66,8 +68,8 @@ def tune_invocation(
     if needs_other_processes(inv):
         raise TuningFailed(
             f"{name}: its arguments are sharded over devices of several processes; measuring it "
-            "would be a collective, which tuning never is. Call it inside shard_map, where its "
-            "shapes are those of one device"
+            "would be a collective, which tuning never is. Call it inside shard_map, or declare "
+            "the kernel's partitioning: then its shapes are those of one device"
         )
     with outside_trace():
         with _blaming(name, "candidate_cfgs"):
@@ -75,6 +77,7 @@ def tune_invocation(
         favourite = _favourite(kernel, inv)
         pruned = prune(tuner, kernel, inv, configs, favourite)
         configs = pruned.candidates
+        refused = _refused(kernel, inv, configs)
         with _blaming(name, "make_inputs"):
             args, kwargs = realistic_inputs(kernel, inv, getattr(tuner, "seed", 0))
         kwargs = without_demand(kwargs)
@@ -85,7 +88,8 @@ def tune_invocation(
         measured = "forward"
         notes = pruned.notes
         if backward:
-            cotangents = _random_cotangents([reference, *map(make_fn, configs)], args, kwargs)
+            fitting = [cfg for cfg in configs if stable_json(cfg) not in refused]
+            cotangents = _random_cotangents([reference, *map(make_fn, fitting)], args, kwargs)
             if isinstance(cotangents, str):
                 notes += (f"timed forward only: {cotangents}",)
             else:
@@ -94,9 +98,15 @@ def tune_invocation(
                 make_fn, forward = (lambda cfg: with_gradients(forward(cfg))), make_fn
                 reference = reference and with_gradients(reference)
         if type(tuner).autotune is not Tuner.autotune:
-            left = [cfg for cfg in configs if stable_json(cfg) not in pruned.trials]
-            return _users_choice(tuner, kernel, name, favourite, make_fn, args, kwargs, left)
-        not_supported = getattr(kernel, "not_supported", None)
+            out = {*pruned.trials, *refused}
+            left = [cfg for cfg in configs if stable_json(cfg) not in out]
+            best = _users_choice(tuner, name, make_fn, args, kwargs, left)
+            try:
+                kernel.check_config(best, "the tuner returned", inv)
+            except ValueError as error:
+                raise TuningFailed(f"{name}: {error}") from error
+            return Outcome(best, heuristic=favourite)
+        known = {**pruned.trials, **known_trials(configs, stored)}
         return tuner.tune(
             Work(
                 name,
@@ -106,8 +116,8 @@ def tune_invocation(
                 configs,
                 reference=reference,
                 favourite=favourite,
-                reasons_against=not_supported and (lambda cfg: not_supported(cfg, inv)),
-                known={**pruned.trials, **known_trials(configs, stored)},
+                reasons_against=lambda cfg: refused.get(stable_json(cfg), ()),
+                known={key: trial for key, trial in known.items() if key not in refused},
                 guard=_crash_guard(tuner, inv),
                 measured=measured,
                 notes=notes,
@@ -138,11 +148,16 @@ def _crash_guard(tuner: Tuner, inv: Invocation[Any, Any]) -> Callable[[Any], Any
     """
     if tuner.isolation != "none":
         return None
-    from .journal import Journal, default_folder
+    from ..utils.environment import NoHomeFolder
+    from .journal import Journal
 
-    journal = Journal(default_folder())
-    journal.culprits()
     key = str(inv.key)
+    try:
+        journal = Journal()
+    except NoHomeFolder as error:  # the store says so too, and louder
+        logger.info("ejkernel: a candidate that crashes will not be remembered: %s", error)
+        return functools.partial(_saying_that_it_hangs, key)
+    journal.culprits()
 
     @contextlib.contextmanager
     def guard(cfg: Any) -> Iterator[None]:
@@ -180,20 +195,17 @@ def _saying_that_it_hangs(key: str, cfg: Any, seconds: float = LONG_RUN_SECONDS)
 
 def _users_choice(
     tuner: Tuner,
-    kernel: Kernel[Any, Any],
     name: str,
-    favourite: Any,
     make_fn: Callable[[Any], Function],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     configs: list[Any],
-) -> Outcome[Any]:
+) -> Any:
     """A tuner of the user's own decides, and says no more than what it chose."""
     try:
-        best = tuner.autotune(make_fn, args, kwargs, configs)
+        return tuner.autotune(make_fn, args, kwargs, configs)
     except Exception as error:
         raise TuningFailed(f"{name}: the tuner raised {type(error).__name__}: {error}") from error
-    return Outcome(kernel.check_config(best, "the tuner returned"), heuristic=favourite)
 
 
 @contextlib.contextmanager
@@ -203,6 +215,17 @@ def _blaming(name: str, method: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise TuningFailed(f"{name}: {method} raised {type(error).__name__}: {error}") from error
+
+
+def _refused(
+    kernel: Kernel[Any, Any], inv: Invocation[Any, Any], configs: Sequence[Any]
+) -> dict[str, list[str]]:
+    """Candidates that cannot serve the call, whatever an earlier run measured, with reasons."""
+    return {
+        stable_json(cfg): reasons
+        for cfg in configs
+        if (reasons := reasons_against_config(kernel, cfg, inv))
+    }
 
 
 def _favourite(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> Any:

@@ -17,6 +17,7 @@ import numpy as np
 from jax import export
 
 from ejkernel.native import loading as native
+from ejkernel.native.calling import in_exports
 
 from ..utils.locations import without_locations
 from ..utils.stable import short_hash
@@ -72,7 +73,7 @@ def exported(function: Function, inputs: Sequence[Input], platform: str) -> Lowe
     jitted = jax.jit(program)
     exporting = export.export(jitted, platforms=[platform], disabled_checks=ANY_CUSTOM_CALL)
     try:
-        with without_locations():
+        with without_locations(), in_exports():
             made = exporting(abstract)
     except Exception as error:
         jitted.trace(abstract)  # the user's own errors come out as they are

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pathlib
+import re
 from collections.abc import Mapping
 
 
@@ -23,6 +25,8 @@ class Variable:
     default: str
     meaning: str
     choices: tuple[str, ...] | None = None
+    pattern: str = ""  # what the whole value matches; `form` says it in words
+    form: str = ""
 
     def read(self) -> str:
         """The current value, or the default when the variable is unset or empty."""
@@ -31,6 +35,10 @@ class Variable:
             raise VariableError(
                 f"environment variable {self.name}={value!r} is not understood; "
                 f"allowed: {', '.join(self.choices)}"
+            )
+        if self.pattern and not re.fullmatch(self.pattern, value):
+            raise VariableError(
+                f"environment variable {self.name}={value!r} is not understood; {self.form}"
             )
         return value
 
@@ -58,6 +66,25 @@ class Variable:
                 "seconds, 0 or more"
             )
         return seconds
+
+
+class NoHomeFolder(OSError):
+    """The user has no home folder, and nothing says where else to keep things."""
+
+
+def cache_folder(*inside: str) -> pathlib.Path:
+    """The folder of everything kept on disk, or one inside of it. Nothing is made.
+
+    A container may run as a user that nobody knows: then this is a `NoHomeFolder` error.
+    """
+    given = CACHE_DIR.read()
+    try:
+        return pathlib.Path(given).expanduser().joinpath(*inside)
+    except RuntimeError:
+        raise NoHomeFolder(
+            f"there is no home folder to keep things in ({given}); set EJKERNEL_CACHE_DIR to a "
+            "folder that you may write"
+        ) from None
 
 
 def is_set(name: str) -> bool:
@@ -106,7 +133,14 @@ STAMP = Variable(
     "`json` (also the chosen config, on every operation), `none`",
     choices=("hash", "json", "none"),
 )
-PREFIX = Variable("EJKERNEL_OPS_PREFIX", "ejkernel_ops", "prefix of the labels in programs")
+PREFIX = Variable(
+    "EJKERNEL_OPS_PREFIX",
+    "ejkernel_ops#",
+    "what the labels in programs begin with: a name and `#`",
+    pattern="[A-Za-z_][A-Za-z0-9_.-]*+#",
+    form="a prefix of labels has letters, digits, '_', '.' and '-', begins with a letter or '_' "
+    "and ends in '#', like 'ejkernel_ops#'",
+)
 RECORD = Variable(
     "EJKERNEL_OPS_RECORD",
     "auto",

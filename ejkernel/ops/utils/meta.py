@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -23,22 +24,32 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-LABEL_PREFIXES: tuple[str, ...] = ("ejkernel_ops",)
+LABEL_PREFIXES: tuple[str, ...] = (environment.PREFIX.default,)
 """Prefixes that are always recognised, beside that of `EJKERNEL_OPS_PREFIX`."""
 
-LABEL_RE = re.compile(
-    r"(?P<prefix>[A-Za-z_][A-Za-z0-9_.-]*)"
-    r"#(?P<op_id>[A-Za-z0-9_][A-Za-z0-9_./-]*@v[A-Za-z0-9_.]+)"
-    r":(?P<call_key>[0-9a-f]{16})(?![0-9a-f])"
-)
-"""`ejkernel_ops#matmul@v1:0123456789abcdef`, in groups `prefix`, `op_id` and `call_key`."""
+# Time is linear in a text, whatever it is: a run of characters is never given back (`*+`), and
+# none is looked at again from its middle (the lookbehinds).
+_BEFORE = "[A-Za-z0-9_.-]"
+_PREFIX = environment.PREFIX.pattern
+_OP_ID = "[A-Za-z0-9_][A-Za-z0-9_./-]*+@v[A-Za-z0-9_.]++"
+_REST = f"(?P<op_id>{_OP_ID}):(?P<call_key>[0-9a-f]{{16}})(?![0-9a-f])"
+
+LABEL_RE = re.compile(f"(?<!{_BEFORE})(?P<prefix>{_PREFIX}){_REST}")
+"""`ejkernel_ops#matmul@v1:0123456789abcdef`, in groups `prefix` (with its `#`), `op_id` and
+`call_key`."""
 
 ATTRIBUTE = "ejkernel"
 """The metadata of an operation of ours: its label; on the call of a kernel, a blank and the
 specification follow."""
 
+_STAMP = re.compile(rf'{ATTRIBUTE}(?<!\w{ATTRIBUTE}) ?= ?"([^"\\]*+(?:\\.[^"\\]*+)*+)"', re.DOTALL)
+_PARTITIONED = "partitioned"
+_MOST_PARTITIONED = 4096
+_labels_of_partitioned: dict[str, dict[str, None]] = {}
+_partitioning = threading.local()
+_collecting_lock = threading.Lock()
+
 _HASH = re.compile(r"[0-9a-f]{16}")
-_OP_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*@v[A-Za-z0-9_.]+")
 
 
 @overload
@@ -48,8 +59,12 @@ def label(op_id: str, call_key: str, /, prefix: str | None = None) -> str: ...
 def label(op_id: str, call_key: str | None = None, /, prefix: str | None = None) -> Any:
     """The label of an operation's call; or, with a name alone, a decorator that puts it on.
 
+    The prefix, its `#` included, is that of `EJKERNEL_OPS_PREFIX` unless it is given.
+
     >>> label("matmul@v1", "0123456789abcdef")
     'ejkernel_ops#matmul@v1:0123456789abcdef'
+    >>> label("matmul@v1", "0123456789abcdef", prefix="mine#")
+    'mine#matmul@v1:0123456789abcdef'
 
     As a decorator it names all operations of a function::
 
@@ -57,12 +72,14 @@ def label(op_id: str, call_key: str | None = None, /, prefix: str | None = None)
         def attention(q, k, v): ...
     """
     if call_key is None:
+        if prefix is not None:
+            _checked_prefix(prefix)
         return functools.partial(_labelled, _versioned(op_id), prefix)
     return _format(op_id, call_key, prefix)
 
 
 def _format(op_id: str, call_key: str, prefix: str | None) -> str:
-    if not isinstance(op_id, str) or not _OP_ID.fullmatch(op_id):
+    if not isinstance(op_id, str) or not re.fullmatch(_OP_ID, op_id):
         raise ValueError(
             f"label: op_id {op_id!r} is not an operation with its version, like 'matmul@v1'"
         )
@@ -70,12 +87,23 @@ def _format(op_id: str, call_key: str, prefix: str | None) -> str:
         raise ValueError(
             f"label: the hash {call_key!r} of {op_id} is not 16 lower-case hexadecimal digits"
         )
-    return f"{prefix or environment.PREFIX.read()}#{op_id}:{call_key}"
+    return f"{_checked_prefix(prefix)}{op_id}:{call_key}"
+
+
+def _checked_prefix(given: str | None = None) -> str:
+    """The prefix of labels: as given, else of the environment; always one that is found again."""
+    if given is None:
+        return environment.PREFIX.read()
+    if isinstance(given, str) and re.fullmatch(_PREFIX, given):
+        return given
+    raise ValueError(
+        f"label: the prefix {given!r} cannot stand before a label; {environment.PREFIX.form}"
+    )
 
 
 def _versioned(name: str) -> str:
     op_id = name if "@v" in name else f"{name}@v1"
-    if not _OP_ID.fullmatch(op_id):
+    if not re.fullmatch(_OP_ID, op_id):
         raise ValueError(
             f"label: the name {name!r} cannot stand in a label; use letters, digits, '_', '.', '-' "
             "and '/'"
@@ -116,6 +144,41 @@ def stamped(label_text: str, spec: str | None = None) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def marking_partitioned(name: str) -> Iterator[None]:
+    """Mark a call that the compiler partitions, under a name of its own.
+
+    What runs on a device is known when the program is compiled, and its labels do not survive in
+    it: they are noted then, see `collecting_labels`.
+    """
+    from jax.experimental.xla_metadata import set_xla_metadata
+
+    with set_xla_metadata(**{ATTRIBUTE: f"{_PARTITIONED} {name}"}):
+        yield
+
+
+@contextlib.contextmanager
+def collecting_labels(name: str) -> Iterator[None]:
+    """Inside the block `collect_label` collects labels for the partitioned call with this name."""
+    before = getattr(_partitioning, "name", None)
+    _partitioning.name = name
+    try:
+        yield
+    finally:
+        _partitioning.name = before
+
+
+def collect_label(label_text: str) -> None:
+    """Remember the label of what a device runs of the call that is being partitioned, if any."""
+    name = getattr(_partitioning, "name", None)
+    if name is None:
+        return
+    with _collecting_lock:
+        _labels_of_partitioned[name] = {**_labels_of_partitioned.pop(name, {}), label_text: None}
+        while len(_labels_of_partitioned) > _MOST_PARTITIONED:
+            del _labels_of_partitioned[next(iter(_labels_of_partitioned))]
+
+
 # --- reading -------------------------------------------------------------------------------------
 
 
@@ -130,9 +193,21 @@ def extract_labels_from_hlo_text(text: str) -> list[str]:
             f"extract_labels_from_hlo_text takes the program's text, got {type(text).__name__}; "
             "for a jax.stages.Lowered use find_labels_in_lowered"
         )
-    prefixes = {*LABEL_PREFIXES, environment.PREFIX.read()}
-    found = (match for match in LABEL_RE.finditer(text) if match["prefix"] in prefixes)
-    return list(dict.fromkeys(match[0] for match in found))
+    return list(dict.fromkeys(match[0] for match in _recognised(text)))
+
+
+def _recognised(text: str) -> list[re.Match[str]]:
+    """Where labels with a prefix that we know stand in a text, in order."""
+    prefixes = {*LABEL_PREFIXES, _checked_prefix()}
+    found = [match for prefix in prefixes for match in _reader(prefix).finditer(text)]
+    return sorted(found, key=lambda match: match.start())
+
+
+@functools.lru_cache(maxsize=16)
+def _reader(prefix: str) -> re.Pattern[str]:
+    # It begins with a literal, which `re` searches for much faster than for a set of characters.
+    literal = re.escape(prefix)
+    return re.compile(f"{literal}(?<!{_BEFORE}{literal}){_REST}")
 
 
 def find_labels_in_lowered(lowered: Any) -> list[str]:
@@ -141,15 +216,29 @@ def find_labels_in_lowered(lowered: Any) -> list[str]:
 
 
 def find_stamps_in_lowered(lowered: Any) -> list[tuple[str, str | None]]:
-    """Each label of a lowered computation with its specification, where the program has one."""
-    return _merge_stamps(_stamps(_stablehlo(lowered).operation))
+    """Each label of a lowered computation with its specification, where the program has one.
+
+    Calls that the compiler partitions are known by their local shapes only when it has compiled
+    the program, so a program that has such calls is compiled.
+    """
+    stamps: list[tuple[str, str | None]] = []
+    compiled = False
+    for text, spec in _stamps(_stablehlo(lowered).operation):
+        if text != _PARTITIONED or spec is None:
+            stamps.append((text, spec))
+            continue
+        if spec not in _labels_of_partitioned and not compiled:
+            lowered.compile()
+            compiled = True
+        stamps += [(found, None) for found in _labels_of_partitioned.get(spec, ())]
+    return _merge_stamps(stamps)
 
 
 def find_stamps_in_text(text: str) -> list[tuple[str, str | None]]:
     """The same from a program's text: StableHLO (`lowered.as_text()`) or HLO."""
     labels = [(found, None) for found in extract_labels_from_hlo_text(text)]
-    values = re.finditer(rf'\b{ATTRIBUTE} ?= ?"((?:[^"\\]|\\.)*)"', text)
-    return _merge_stamps([*labels, *(_parse_stamp(_unescape(value[1])) for value in values)])
+    values = dict.fromkeys(match[1] for match in _STAMP.finditer(text))
+    return _merge_stamps([*labels, *map(_parse_stamp, values)], _unescape)
 
 
 def _parse_stamp(stamp: str) -> tuple[str, str | None]:
@@ -157,12 +246,16 @@ def _parse_stamp(stamp: str) -> tuple[str, str | None]:
     return text, spec or None
 
 
-def _merge_stamps(stamps: Iterable[tuple[str, str | None]]) -> list[tuple[str, str | None]]:
+def _merge_stamps(
+    stamps: Iterable[tuple[str, str | None]], read: Callable[[str], str] = str
+) -> list[tuple[str, str | None]]:
     """Each recognised label once, in order of appearance, with its specification if any has it."""
     merged: dict[str, str | None] = {}
     for text, spec in stamps:
-        if extract_labels_from_hlo_text(text) == [text]:
-            merged[text] = merged.get(text) or spec
+        if text not in merged and [match[0] for match in _recognised(text)] != [text]:
+            continue
+        if merged.get(text) is None:
+            merged[text] = None if spec is None else read(spec)
     return list(merged.items())
 
 
@@ -172,7 +265,7 @@ def _unescape(text: str) -> str:
         code = match[1]
         return chr(int(code, 16)) if len(code) == 2 else code
 
-    return re.sub(r"\\([0-9A-Fa-f]{2}|.)", character, text)
+    return re.sub(r"\\([0-9A-Fa-f]{2}|.)", character, text, flags=re.DOTALL)
 
 
 def _stablehlo(lowered: Any) -> Any:

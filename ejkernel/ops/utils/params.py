@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from .serialize import declare_type
+
 
 class _OnlyWhatIsSet:
     """Shows the fields that have a value: of ten, two or three do."""
@@ -47,3 +49,7 @@ class BwdParams(_OnlyWhatIsSet):
     blocksize_heads: int | None = None
     num_warps: int | None = None
     num_stages: int | None = None
+
+
+declare_type(FwdParams)
+declare_type(BwdParams)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from ...store.reading import parse_json
 from .fingerprint import abstractify, abstractify_arguments, is_array, leaf_signature
 from .serialize import from_plain, is_dtype_like, qualified_name, to_plain
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from ..core.kernel import Kernel
 
 _ARRAY = re.compile(r"(?P<dtype>[a-z0-9_]+)\[(?P<shape>[\d,]*)\](?P<weak>~?)")
+
+# What reading a text raises that is no specification.
+_DAMAGED = (ValueError, KeyError, TypeError, AttributeError)
 
 
 class SpecificationError(ValueError):
@@ -98,7 +102,7 @@ def read_specification(text: str) -> Invocation[Any, Any]:
     from ..core.invocation import BatchAxes, Invocation
 
     try:
-        spec = json.loads(text.replace('"', "\\u0022").replace("'", '"'))
+        spec = parse_json(text.replace('"', "\\u0022").replace("'", '"'), nan=True)
         op_id, kernel_name, args = spec["op"], spec["kernel"], spec["args"]
         positional = tuple(_tree_from_plain(arg) for arg in args)
         keywords = {name: _tree_from_plain(value) for name, value in spec.get("kwargs", {}).items()}
@@ -109,7 +113,7 @@ def read_specification(text: str) -> Invocation[Any, Any]:
             batch = BatchAxes(plain["transform"], axes, plain["size"])
         if not isinstance(op_id, str) or not isinstance(kernel_name, str):
             raise TypeError("op and kernel must be strings")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except _DAMAGED as error:
         raise SpecificationError(
             f"the specification {text[:200]!r} is damaged: {error!r}"
         ) from error
@@ -129,11 +133,11 @@ def describe_specification(text: str) -> dict[str, str]:
     {'kernel': 'k:M', 'signature': 'float32[8], n=2'}
     """
     try:
-        spec = json.loads(text.replace('"', "\\u0022").replace("'", '"'))
+        spec = parse_json(text.replace('"', "\\u0022").replace("'", '"'), nan=True)
         parts = [_readable(argument) for argument in spec["args"]]
         parts += [f"{name}={_readable(value)}" for name, value in spec.get("kwargs", {}).items()]
         return {"kernel": str(spec["kernel"]), "signature": ", ".join(parts)}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except _DAMAGED:
         return {}
 
 

@@ -1,0 +1,156 @@
+"""What differentiating a kernel's own gradient rule says when it cannot be done.
+
+A rule is made for one thing, reverse mode, once. JAX differentiates it further where it can: the
+pieces of a rule that are plain JAX have derivatives of their own. Where it cannot (forward mode; a
+rule that calls C++, Pallas, or a loop without a transpose), its own errors speak of what is inside.
+Here they are given the operation's name and the way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad, batching, mlir
+
+from ..utils.primitives import new_primitive
+from .supports import IMPLEMENTATION, REFERENCE, has_reference
+
+if TYPE_CHECKING:
+    from .kernel import Kernel
+
+Function = Callable[..., Any]
+
+# What JAX says of a loop whose length is not known, and of the second reverse pass through
+# `flash_attention` on XLA, where it finds a cotangent of another shape than it expects.
+_NO_TRANSPOSE = ("Reverse-mode differentiation does not work", "Expected cotangent type")
+
+
+def way_out(kernel: Kernel[Any, Any]) -> str:
+    """What to do where a rule cannot be differentiated further."""
+    if has_reference(kernel):
+        return (
+            f"Use {IMPLEMENTATION}={REFERENCE!r}: the definition, which JAX differentiates in "
+            "every mode and any number of times."
+        )
+    return (
+        f"Write `{REFERENCE}(*args, **kwargs)`, the definition in plain JAX, on the kernel and "
+        f"call it with {IMPLEMENTATION}={REFERENCE!r}."
+    )
+
+
+def reverse_mode_only(op_id: str, advice: str, arrays: list[Any]) -> list[Any]:
+    """The same arrays; forward-mode differentiation through them raises an error with the name.
+
+    The tangents of `jax.grad` are only ever transposed, those of `jax.jvp` are computed: that is
+    when the error is raised, be it while calling, batching or lowering.
+    """
+    message = (
+        f"{op_id} has a gradient rule of its own, which serves reverse mode (jax.grad, jax.vjp, "
+        "jax.jacrev) and cannot be differentiated in forward mode (jax.jvp, jax.linearize, "
+        f"jax.jacfwd). {advice}"
+    )
+    return [
+        _watched.bind(x, message=message) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+        for x in map(jnp.asarray, arrays)
+    ]
+
+
+def named_when_differentiated(op_id: str, advice: str, piece: Function) -> Function:
+    """A function of a gradient rule; differentiating it where JAX cannot names the operation."""
+
+    def refusal() -> TypeError:
+        return TypeError(
+            f"{op_id}: its gradient cannot be differentiated once more, because what computes it "
+            f"here has no derivative that JAX knows. {advice}"
+        )
+
+    @jax.custom_jvp
+    def named(*arrays: Any) -> Any:
+        return piece(*arrays)
+
+    @named.defjvp
+    def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+        try:
+            out, out_tangents = jax.jvp(piece, primals, tangents)
+        except Exception as error:  # whatever C++ or Pallas calls raise when differentiated
+            raise refusal() from error
+        types = jax.tree.map(jax.typeof, (primals, out_tangents))
+
+        def check() -> None:
+            try:
+                jax.eval_shape(lambda p, t: jax.vjp(piece, *p)[1](t), *types)
+            except ValueError as error:
+                # Anything else is no verdict about the piece: JAX goes on, and says it itself.
+                if any(words in str(error) for words in _NO_TRANSPOSE):
+                    raise refusal() from error
+
+        return out, jax.tree.map(lambda t: _checked_when_transposed(t, check), out_tangents)
+
+    return named
+
+
+def _checked_when_transposed(tangent: Any, check: Callable[[], None]) -> Any:
+    if not jnp.issubdtype(tangent.dtype, jnp.inexact):
+        return tangent
+    return _transposed.bind(tangent, check=check)
+
+
+def _identity(name: str) -> Any:
+    """A primitive that gives what it gets, under every transform."""
+    primitive = new_primitive(name)
+    primitive.def_impl(lambda x, **_: x)
+    primitive.def_abstract_eval(lambda x, **_: x)
+    mlir.register_lowering(primitive, lambda ctx, x, **_: [x])
+    batching.primitive_batchers[primitive] = lambda args, axes, **params: (
+        primitive.bind(args[0], **params),
+        axes[0],
+    )
+    return primitive
+
+
+# --- forward mode --------------------------------------------------------------------------------
+
+# `_watched` stands before every argument of a rule. The tangent of such an argument goes through
+# `_tangent`, which can be transposed, as reverse mode does, and raises when it is computed, batched
+# or lowered, as forward mode does.
+_watched = _identity("ejkernel_watched")
+_tangent = new_primitive("ejkernel_tangent")
+
+
+def _watched_jvp(primals: tuple[Any], tangents: tuple[Any], *, message: str) -> tuple[Any, Any]:
+    (tangent,) = tangents
+    if not isinstance(tangent, ad.Zero):
+        tangent = _tangent.bind(tangent, message=message)
+    # What is left of the primal may be differentiated again: by then the rule has been applied, and
+    # its pieces speak for themselves (`jax.hessian` is forward mode over a gradient).
+    return primals[0], tangent
+
+
+def _refuse(*_: Any, message: str, **__: Any) -> Any:
+    raise TypeError(message)
+
+
+ad.primitive_jvps[_watched] = _watched_jvp
+_tangent.def_impl(_refuse)
+_tangent.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(_tangent, _refuse)
+batching.primitive_batchers[_tangent] = _refuse
+ad.deflinear2(_tangent, lambda cotangent, _, **__: [cotangent])
+
+
+# --- reverse mode, once more ---------------------------------------------------------------------
+
+# Stands behind the tangents of a function of a rule: reverse mode over the rule's own gradient
+# transposes it, and so runs `check` before it transposes the function itself.
+_transposed = _identity("ejkernel_transposed")
+
+
+def _transpose(cotangent: Any, _: Any, *, check: Callable[[], None]) -> list[Any]:
+    check()
+    return [cotangent]
+
+
+ad.deflinear2(_transposed, _transpose)

@@ -1,0 +1,147 @@
+"""Files that anybody may have written, read with care: regular files of a bounded size, as JSON of
+a bounded depth.
+
+A path may lead to a pipe that never ends or to a device, and a text may be nested deeper than
+Python's stack. `read_regular` and `parse_json` return a value, or raise a `ValueError` or `OSError`
+that says what is wrong, and never anything else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import reprlib
+import stat
+from collections.abc import Callable
+from typing import Any
+
+LARGEST = 64 * 2**20
+"""Bytes of the largest file that is read: tens of thousands of entries."""
+
+DEEPEST = 50
+"""Levels of nested brackets: an entry has less than ten."""
+
+MOST_OBJECTS = 2_000_000
+"""Objects and lists in one file: an entry with all its trials has some hundreds."""
+
+_KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISLNK, "a link"),
+)
+_STRING = re.compile(r'"[^"]*"')
+_BRACKETS = re.compile(r"[^\[\]{}]+")
+
+
+def shown(value: Any) -> str:
+    """A value for a message: short, however large or deep it is."""
+    try:
+        return _shortened.repr(value)
+    except ValueError:  # an int of thousands of digits
+        return f"a {type(value).__name__}"
+
+
+_shortened = reprlib.Repr()
+_shortened.maxstring = _shortened.maxother = _shortened.maxlong = 80
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def not_regular(status: os.stat_result) -> str | None:
+    """What a path leads to if that is no regular file, in words."""
+    if stat.S_ISREG(status.st_mode):
+        return None
+    kind = next((name for test, name in _KINDS if test(status.st_mode)), "something else")
+    return f"it is {kind}, not a regular file"
+
+
+def read_regular(path: str | os.PathLike[str], *, limit: int = LARGEST) -> bytes:
+    """The bytes of a regular file, of which there are not more than `limit`.
+
+    Raises `OSError` if it cannot be opened, and `ValueError` if it is no such file. Nothing is
+    waited for.
+    """
+    reason = not_regular(os.stat(path))  # not opened for this: opening a device may do something
+    if reason is not None:
+        raise ValueError(reason)
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(path, flags)
+    try:
+        return read_descriptor(descriptor, limit=limit)
+    finally:
+        os.close(descriptor)
+
+
+def read_descriptor(descriptor: int, *, limit: int = LARGEST) -> bytes:
+    """The bytes of an open regular file; see `read_regular`."""
+    status = os.fstat(descriptor)
+    reason = not_regular(status)
+    if reason is not None:
+        raise ValueError(reason)
+    data = bytearray()
+    if status.st_size <= limit:
+        # To the end, whatever its size: it may grow, and some of the system's say that it is 0.
+        while len(data) <= limit and (piece := os.read(descriptor, 2**20)):
+            data += piece
+    if max(status.st_size, len(data)) > limit:
+        raise ValueError(f"it has more than {limit:,} bytes, the most that is read")
+    return bytes(data)
+
+
+# --- JSON ----------------------------------------------------------------------------------------
+
+
+def parse_json(data: str | bytes, *, nan: bool = False) -> Any:
+    """The value of a JSON text. Raises `ValueError`, whatever the text is.
+
+    Refused are also a name that an object has twice, brackets nested more than `DEEPEST` deep, and
+    (without `nan`) the numbers that JSON has no word for.
+
+    >>> parse_json('{"a": [1, 2.5, null]}')
+    {'a': [1, 2.5, None]}
+    """
+    try:
+        text = data if isinstance(data, str) else data.decode("utf-8")
+        _check_depth(text)
+        constant = float if nan else _no_such_number
+        return json.loads(text, parse_constant=constant, object_pairs_hook=_object)
+    except UnicodeDecodeError as error:
+        where = f"{error.reason} at byte {error.start}"
+        raise ValueError(f"it is no text, at least not text in UTF-8: {where}") from None
+    except RecursionError:  # the caller's own stack is nearly full
+        raise ValueError("it is nested too deeply to be read here") from None
+    except MemoryError:
+        raise ValueError("there is not enough memory to read it") from None
+
+
+def _check_depth(text: str) -> None:
+    """Count brackets before anything descends into them: each round takes the innermost away."""
+    objects = text.count("{") + text.count("[")
+    if objects > MOST_OBJECTS:  # each takes a hundred times the memory of its two characters
+        raise ValueError(f"it holds {objects:,} objects and lists; {MOST_OBJECTS:,} is most")
+    bare = _STRING.sub("", text.replace("\\\\", "").replace('\\"', ""))
+    left = _BRACKETS.sub("", bare).replace("{", "[").replace("}", "]")
+    for _ in range(DEEPEST):
+        if not left:
+            return
+        left = left.replace("[]", "")
+    if "[]" in left or len(left) > DEEPEST:  # else they do not match, and the parser says where
+        raise ValueError(f"its brackets are nested more than {DEEPEST} deep")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    seen: set[str] = set()
+    twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+    raise ValueError(f"an object has the name {shown(twice)} twice")
+
+
+def _no_such_number(name: str) -> float:
+    raise ValueError(f"{name} is not a number of JSON")
