@@ -643,7 +643,7 @@ def overlay_keys(kernel, x):
         "full key": key,
         "plain tuple": tuple(key),
         "label": label(key.op_id, key.call_key),
-        "label with another prefix": label(key.op_id, key.call_key, prefix="mine"),
+        "label with another prefix": label(key.op_id, key.call_key, prefix="mine#"),
         "operation and version": "scale@v1",
         "operation": "scale",
     }

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
+import json
 import re
+import time
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +16,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from ejkernel import cli
+from ejkernel.cli.programs import not_whole
 from ejkernel.ops import (
     LABEL_PREFIXES,
     LABEL_RE,
@@ -21,6 +26,8 @@ from ejkernel.ops import (
     Executor,
     Kernel,
     PersistentCache,
+    Tuner,
+    autotune_lowered,
     clear_invocations,
     default_executor,
     device_fingerprint,
@@ -33,8 +40,12 @@ from ejkernel.ops import (
     set_default_executor,
     vmap_with_config,
 )
-from ejkernel.ops.utils.meta import find_stamps_in_lowered, find_stamps_in_text
-from ejkernel.ops.utils.specification import read_specification
+from ejkernel.ops.utils.meta import find_stamps_in_lowered, find_stamps_in_text, parse_label
+from ejkernel.ops.utils.specification import (
+    SpecificationError,
+    describe_specification,
+    read_specification,
+)
 
 KEY = "0123456789abcdef"
 
@@ -117,15 +128,99 @@ def test_a_label_has_the_documented_format():
     assert label("matmul@v1", KEY) == f"ejkernel_ops#matmul@v1:{KEY}"
 
 
-def test_a_label_takes_its_prefix_from_the_caller():
-    assert label("matmul@v1", KEY, prefix="mine") == f"mine#matmul@v1:{KEY}"
+def test_a_label_takes_its_prefix_from_the_caller_as_it_stands():
+    assert label("matmul@v1", KEY, prefix="p#") == f"p#matmul@v1:{KEY}"
     assert label("matmul@v1", KEY, prefix=None) == f"ejkernel_ops#matmul@v1:{KEY}"
+    (found,) = labels_with("p#", label("named", prefix="p#")(jnp.sin))
+    assert found.startswith("p#named@v1:")
 
 
-def test_a_label_takes_its_prefix_from_the_environment(monkeypatch):
-    monkeypatch.setenv("EJKERNEL_OPS_PREFIX", "team")
+def test_a_label_takes_its_prefix_from_the_environment_as_it_stands(monkeypatch):
+    monkeypatch.setenv("EJKERNEL_OPS_PREFIX", "team#")
     assert label("matmul@v1", KEY) == f"team#matmul@v1:{KEY}"
-    assert label("matmul@v1", KEY, prefix="mine") == f"mine#matmul@v1:{KEY}"
+    assert label("matmul@v1", KEY, prefix="mine#") == f"mine#matmul@v1:{KEY}"
+    monkeypatch.setenv("EJKERNEL_OPS_PREFIX", "")
+    assert label("matmul@v1", KEY) == f"ejkernel_ops#matmul@v1:{KEY}"
+
+
+def labels_with(prefix, function):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EJKERNEL_OPS_PREFIX", prefix)
+        return labels(function, X)
+
+
+BAD_PREFIXES = ["", "mine", "#", "mine##", "a#b#", "1p#", "-p#", "mine #", " mine#", "mine#\n"]
+BAD_PREFIXES += ["mi+ne#", "(mine#", "[a-z]+#", ".*#", "a|b#", "^mine#", "mine$#", "a/b#", "a:b#"]
+BAD_PREFIXES += ['mi"ne#', "mi'ne#", "mi\\ne#", "mi\x1b[31mne#", "mi\u202ene#", "miné#", "{p}#"]
+
+
+@pytest.mark.parametrize("bad", [*BAD_PREFIXES, "mi\0ne#", b"mine#", 7])
+def test_a_prefix_that_could_not_be_found_again_is_refused(bad):
+    for call in (
+        lambda: label("matmul@v1", KEY, prefix=bad),
+        lambda: label("named", prefix=bad),
+    ):
+        with pytest.raises(ValueError, match=r"label: the prefix .* ends in '#'") as caught:
+            call()
+        assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("bad", [bad for bad in BAD_PREFIXES if bad])
+def test_the_same_prefixes_are_refused_in_the_environment(bad, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_OPS_PREFIX", bad)
+    for call in (
+        lambda: label("matmul@v1", KEY),
+        lambda: extract_labels_from_hlo_text("module {}"),
+        lambda: find_stamps_in_text("module {}"),
+        lambda: Plain("badly_prefixed")(X),
+    ):
+        with pytest.raises(ValueError, match=r"EJKERNEL_OPS_PREFIX=.* ends in '#'"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "prefix", ["p#", "_#", "Team-7.x_#", "ejkernel#", "ejkernel_ops.mine#", "a" * 200 + "#"]
+)
+def test_every_reader_finds_labels_with_another_prefix(prefix, monkeypatch, tmp_path, capsys):
+    kernel = Plain("prefixed")
+    key = kernel.bind(X).call_key
+    monkeypatch.setenv("EJKERNEL_OPS_PREFIX", prefix)
+    expected = f"{prefix}prefixed@v1:{key}"
+    lowered = jax.jit(lambda x: kernel(x) + 1).lower(X)
+    match = LABEL_RE.fullmatch(expected)
+    assert (match["prefix"], match["op_id"], match["call_key"]) == (prefix, "prefixed@v1", key)
+    assert parse_label(expected) == ("prefixed@v1", key)
+    ((found, spec),) = find_stamps_in_text(lowered.as_text())
+    assert found == expected
+    assert read_specification(spec).call_key == key
+    for text in (lowered.as_text(), lowered.compile().as_text()):
+        assert extract_labels_from_hlo_text(text) == [expected]
+    assert find_labels_in_lowered(lowered) == [expected]
+    assert [text for text, _ in find_stamps_in_lowered(lowered)] == [expected]
+    selector = ConfigSelectorChain(ConfigCache(), tuner=Tuner(warmup=0, iters=1))
+    clear_invocations()
+    result = autotune_lowered(selector, lowered.as_text())
+    assert [(entry.op_id, entry.call_key) for entry in result] == [("prefixed@v1", key)]
+    assert labels_to_configs(lowered, selector) == [(expected, Config())]
+    assert labels_to_configs([expected], selector) == [(expected, Config())]
+    with overlay_cache({expected: Config(0.0)}):
+        assert not kernel(X).any()
+    (tmp_path / "program.mlir").write_text(lowered.as_text())
+    assert cli.run(["labels", str(tmp_path / "program.mlir"), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["labels"]
+    assert (row["label"], row["op_id"], row["call_key"]) == (expected, "prefixed@v1", key)
+    monkeypatch.delenv("EJKERNEL_OPS_PREFIX")
+    assert extract_labels_from_hlo_text(lowered.as_text()) == []
+
+
+def test_a_longer_prefix_is_not_mistaken_for_ours(monkeypatch):
+    for before in ("x", "7", "_", ".", "-", "X."):
+        assert extract_labels_from_hlo_text(before + label("matmul@v1", KEY)) == []
+    for before in (" ", '"', ",", "(", "{", "=", "/", ":", "\n", "…", "#"):
+        assert len(extract_labels_from_hlo_text(before + label("matmul@v1", KEY))) == 1
+    monkeypatch.setenv("EJKERNEL_OPS_PREFIX", "ops#")
+    text = f"{label('a@v1', KEY)} {label('b@v1', KEY, prefix='ejkernel_ops#')} {label('a@v1', KEY)}"
+    assert extract_labels_from_hlo_text(text) == [f"ops#a@v1:{KEY}", f"ejkernel_ops#b@v1:{KEY}"]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +242,7 @@ def test_an_op_id_without_a_version_or_with_odd_characters_is_refused(bad):
 def test_the_label_expression_names_its_parts():
     match = LABEL_RE.fullmatch(f"ejkernel_ops#group/flash-attention.fwd@v2.1:{KEY}")
     assert match is not None
-    assert match["prefix"] == "ejkernel_ops"
+    assert match["prefix"] == "ejkernel_ops#"
     assert match["op_id"] == "group/flash-attention.fwd@v2.1"
     assert match["call_key"] == KEY
 
@@ -167,7 +262,7 @@ def test_the_label_expression_refuses_what_is_not_a_label(text):
 
 
 def test_the_default_prefix_is_among_the_known_prefixes():
-    assert "ejkernel_ops" in LABEL_PREFIXES
+    assert LABEL_PREFIXES == ("ejkernel_ops#",)
 
 
 # --- reading text ---------------------------------------------------------------------------------
@@ -185,10 +280,10 @@ def test_a_text_without_labels_gives_an_empty_list():
 
 
 def test_another_tools_prefix_is_not_ours_unless_the_environment_says_so(monkeypatch):
-    theirs = label("matmul@v1", KEY, prefix="theirs")
+    theirs = label("matmul@v1", KEY, prefix="theirs#")
     assert extract_labels_from_hlo_text(theirs) == []
-    monkeypatch.setenv("EJKERNEL_OPS_PREFIX", "theirs")
-    both = f"{theirs} {label('matmul@v1', KEY, prefix='ejkernel_ops')}"
+    monkeypatch.setenv("EJKERNEL_OPS_PREFIX", "theirs#")
+    both = f"{theirs} {label('matmul@v1', KEY, prefix='ejkernel_ops#')}"
     assert len(extract_labels_from_hlo_text(both)) == 2
 
 
@@ -206,6 +301,61 @@ def test_finding_in_something_else_than_a_lowered_computation_is_a_type_error(wr
 
 def test_a_program_without_kernels_has_no_labels():
     assert labels(jnp.sin, X) == []
+
+
+# --- any text, in linear time ---------------------------------------------------------------------
+
+HOSTILE = [
+    *("a", "0123456789abcdef", "A.", "a#", "a#b@v1", "a#b@v1:", "é", "\n", " ", "\t\n", "\f"),
+    *('"', '\\"', "\\", "\\\n", "'", "{", "[", "(", "{'a':", "[{", "}", "module {\n", 'module "\\'),
+    *("ejkernel", "ejkernel_ops#", "ejkernel_ops#a", "ejkernel_ops#a@v1", "ejkernel_ops#a@v1:0"),
+    *('ejkernel="', 'ejkernel = "\\', 'ejkernel="ejkernel_ops#', "ejkernel ", "ejkernel = "),
+    f"ejkernel_ops#m@v1:{KEY}",
+    f"ejkernel_ops#m@v1:{KEY} ",
+    f'ejkernel="ejkernel_ops#m@v1:{KEY} ',
+    f'ejkernel="ejkernel_ops#m@v1:{KEY} "',
+]
+IN_A_STAMP = f'module @m {{ func.func ejkernel = "ejkernel_ops#m@v1:{KEY} '
+
+
+@pytest.mark.parametrize("unit", HOSTILE)
+def test_megabytes_of_any_text_are_read_in_linear_time(unit):
+    text = unit * (2**20 // len(unit))
+    for program in (text, IN_A_STAMP + text, IN_A_STAMP + text + '"}'):
+        began = time.process_time()
+        extract_labels_from_hlo_text(program)
+        for _, spec in find_stamps_in_text(program):
+            if spec is not None:
+                describe_specification(spec)
+                with contextlib.suppress(SpecificationError):
+                    read_specification(spec)
+        LABEL_RE.search(program)
+        not_whole(program)
+        # Quadratic code would take hours: 2**40 steps.
+        assert time.process_time() - began < 10
+
+
+def test_a_program_with_a_large_constant_is_read_in_milliseconds():
+    table = np.random.default_rng(0).standard_normal(2**17, dtype=np.float32)
+    lowered = jax.jit(lambda x: PLAIN(x) + jnp.sum(jnp.asarray(table) * x[0])).lower(X)
+    text = lowered.as_text()
+    assert len(text) > 2**20
+    began = time.process_time()
+    ((found, spec),) = find_stamps_in_text(text)
+    assert time.process_time() - began < 1
+    assert found == label_of(PLAIN, X)
+    assert read_specification(spec).call_key == PLAIN.bind(X).call_key
+
+
+@pytest.mark.parametrize("depth", [900, 10_000, 1_000_000])
+@pytest.mark.parametrize("unit", ["[", "{'$tuple':[", "{'$dict':{'a':", "{'a':"])
+def test_a_specification_that_is_nested_without_end_is_damaged(unit, depth):
+    closing = "".join({"[": "]", "{": "}"}.get(c, "") for c in reversed(unit))
+    for nested in (unit * depth, unit * depth + "1" + closing * depth):
+        spec = f"{{'op':'gone@v1','kernel':'no.such:Kernel','args':[{nested}]}}"
+        with pytest.raises(SpecificationError):
+            read_specification(spec)
+        assert describe_specification(spec).keys() <= {"kernel", "signature"}
 
 
 # --- every transform ------------------------------------------------------------------------------
@@ -452,7 +602,7 @@ def test_a_decorated_function_is_found_by_its_name():
 
     (found,) = labels(attention, jnp.ones((2, 2)), jnp.ones((2, 2)))
     match = LABEL_RE.fullmatch(found)
-    assert match["prefix"] == "ejkernel_ops"
+    assert match["prefix"] == "ejkernel_ops#"
     assert match["op_id"] == "my_attention@v1"
     assert attention.__name__ == "attention"
     assert attention.__doc__ == "Doc."
@@ -506,7 +656,7 @@ def test_a_decorators_name_must_fit_in_a_label(bad):
 
 
 def test_the_prefix_variable_changes_the_labels_in_programs(monkeypatch):
-    monkeypatch.setenv("EJKERNEL_OPS_PREFIX", "team.ops")
+    monkeypatch.setenv("EJKERNEL_OPS_PREFIX", "team.ops#")
     kernel = Plain("prefixed")
     (found,) = labels(kernel, X)
     assert found == f"team.ops#prefixed@v1:{kernel.bind(X).call_key}"

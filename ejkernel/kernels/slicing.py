@@ -52,6 +52,7 @@ def put_in_dim(x: jax.Array, part: jax.Array, start: _Start, axis: int = 0) -> j
 
 def put(x: jax.Array, part: jax.Array, starts: Sequence[_Start]) -> jax.Array:
     """The array with another part that begins at `starts`."""
+    starts = _of_one_dtype(starts)
     if x.dtype == jnp.bfloat16:
         return _put_bits(x, part, *starts)
     return _put(x, part, starts)
@@ -110,3 +111,9 @@ def _from_bits(x: jax.Array, dtype: Any) -> jax.Array:
 def _zero(like: _Start) -> Any:
     """All starts have to be of one dtype."""
     return 0 if isinstance(like, int) else np.zeros((), like.dtype)
+
+
+def _of_one_dtype(starts: Sequence[_Start]) -> list[Any]:
+    """The starts with Python's integers in the dtype of the others: JAX's own may be wider."""
+    dtype = next((start.dtype for start in starts if not isinstance(start, int)), np.int32)
+    return [np.asarray(start, dtype) if isinstance(start, int) else start for start in starts]

@@ -14,6 +14,7 @@ from ejkernel.kernels.grouped_matmul import GroupedMatmulConfig
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
 from ejkernel.kernels.norm import NormConfig
 from ejkernel.kernels.paged_attention import PagedAttentionConfig
+from ejkernel.native.loading import load_built
 
 from .flash_attention import flash_attention
 from .gated_linear_attention import gated_linear_attention
@@ -24,6 +25,8 @@ from .linear_cross_entropy import linear_cross_entropy
 from .paged_attention import paged_attention
 from .rms_norm import rms_norm
 from .supported import support_table, supported
+
+load_built()  # a program from another process may call it before an operation is called here
 
 OPERATIONS = (
     "flash_attention",

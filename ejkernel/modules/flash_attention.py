@@ -6,9 +6,16 @@ from typing import Any
 
 import jax
 
+from ejkernel.kernels.arguments import (
+    checked_flag,
+    checked_number,
+    checked_soft_cap,
+    given_options,
+)
 from ejkernel.kernels.flash_attention import FlashAttention, FlashAttentionConfig, arguments
 
 _kernel = FlashAttention()
+_NAME = "flash_attention"
 
 
 def flash_attention(
@@ -80,16 +87,19 @@ def flash_attention(
     >>> lse.shape
     (2, 4, 100)
     """
-    arguments.check_arrays(q, k, v)
+    q, k, v = arguments.checked_arrays(q, k, v)
     (batch, q_len, heads, head_dim), kv_len = q.shape, k.shape[1]
-    causal = arguments.checked_flag("causal", causal)
+    causal = checked_flag(_NAME, "causal", causal)
     scale = head_dim**-0.5
     if softmax_scale is not None:
         advice = "for a learned scale multiply q by it"
-        scale = arguments.checked_number("softmax_scale", softmax_scale, advice)
+        scale = checked_number(_NAME, "softmax_scale", softmax_scale, advice=advice)
     options: dict[str, Any] = {"causal": causal, "softmax_scale": scale}
+    whole = (q_len, kv_len)  # of all devices
     if sequence_axis is not None:
-        kv_len *= arguments.axis_size(sequence_axis)
+        devices = arguments.axis_size(sequence_axis)
+        whole = (q_len * devices, kv_len * devices)
+        kv_len = whole[1]
         options["sequence_axis"] = sequence_axis
     table_shape = (batch, heads, q_len, kv_len)
     if bias is not None:
@@ -99,23 +109,19 @@ def flash_attention(
     if segment_ids is not None or kv_segment_ids is not None:
         options |= arguments.checked_segments(segment_ids, kv_segment_ids, batch, q_len, k.shape[1])
     if window is not None:
-        band = arguments.checked_window(window, causal)
+        band = arguments.checked_window(window, causal, *whole)
         options |= {} if band is None else {"window": band}
     if logits_soft_cap is not None:
-        options["logits_soft_cap"] = arguments.checked_soft_cap(logits_soft_cap)
+        options["logits_soft_cap"] = checked_soft_cap(_NAME, logits_soft_cap)
     if sinks is not None:
-        arguments.check_sinks(sinks, heads)
-        options["sinks"] = sinks
-    for name, lengths in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths)):
+        options["sinks"] = arguments.checked_sinks(sinks, heads)
+    given = (("q_lengths", q_lengths, whole[0]), ("kv_lengths", kv_lengths, whole[1]))
+    for name, lengths, longest in given:
         if lengths is not None:
-            arguments.check_integers(name, lengths, (batch,), "(batch,)")
-            options[name] = lengths
+            options[name] = arguments.checked_lengths(name, lengths, batch, longest)
     if dropout_key is not None or not isinstance(dropout_rate, float) or dropout_rate:
         options |= arguments.checked_dropout(dropout_rate, dropout_key)
-    if return_lse is not False and arguments.checked_flag("return_lse", return_lse):
+    if return_lse is not False and checked_flag(_NAME, "return_lse", return_lse):
         options["return_lse"] = True
-    if implementation is not None:
-        options["implementation"] = implementation
-    if cfg is not None:
-        options["cfg"] = cfg
+    options |= given_options(_NAME, implementation, cfg)
     return _kernel(q, k, v, **options)

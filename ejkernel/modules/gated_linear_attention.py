@@ -6,12 +6,21 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
+from ejkernel.kernels.arguments import (
+    checked_flag,
+    checked_floating,
+    checked_integers,
+    checked_number,
+    given_options,
+    refuse_empty,
+)
 from ejkernel.kernels.gated_linear_attention import (
     GatedLinearAttention,
     GatedLinearAttentionConfig,
 )
-from ejkernel.kernels.gated_linear_attention.chunk import FORGET
+from ejkernel.kernels.gated_linear_attention.chunk import FORGET, START
 
 _kernel = GatedLinearAttention()
 _NAME = "gated_linear_attention"
@@ -104,14 +113,25 @@ def gated_linear_attention(
     >>> bool(jnp.allclose(jnp.concatenate([first, rest], 1), out, atol=1e-5))
     True
     """
-    _check(q, k, v, g, scale, initial_state, segment_ids, return_state)
+    q, k, v = (checked_floating(_NAME, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    g = None if g is None else checked_floating(_NAME, "g", g)
+    if initial_state is not None:
+        initial_state = checked_floating(_NAME, "initial_state", initial_state)
+    if segment_ids is not None:
+        segment_ids = checked_integers(_NAME, "segment_ids", segment_ids)
+    _check_shapes(q, k, v, g, initial_state, segment_ids)
+    factor = q.shape[3] ** -0.5
+    if scale is not None:
+        advice = "for a learned scale multiply q by it"
+        factor = checked_number(_NAME, "scale", scale, advice=advice)
+    return_state = checked_flag(_NAME, "return_state", return_state)
     decay = _decay(q, g, segment_ids)
     keywords: dict[str, Any] = {
-        "scale": float(q.shape[3] ** -0.5 if scale is None else scale),
+        "scale": factor,
         **({} if initial_state is None else {"initial_state": initial_state}),
         **({"return_state": True} if return_state else {}),
-        **({} if implementation is None else {"implementation": implementation}),
-        **({} if cfg is None else {"cfg": cfg}),
+        **({} if segment_ids is None else {"segments": True}),
+        **given_options(_NAME, implementation, cfg),
     }
     return _kernel(q, k, v, *(() if decay is None else (decay,)), **keywords)
 
@@ -123,31 +143,41 @@ def _decay(q: jax.Array, g: jax.Array | None, segment_ids: jax.Array | None) -> 
         g = jnp.maximum(g.astype(jnp.float32), FORGET)
     if segment_ids is None:
         return g
+    segment_ids = _whole_sequences(segment_ids, q if g is None else g)
     if g is None:
         g = jnp.zeros(q.shape[:3], jnp.float32)
     first = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
-    return jnp.where(first.reshape(*first.shape, *(1,) * (g.ndim - 2)), FORGET, g)
+    return jnp.where(first.reshape(*first.shape, *(1,) * (g.ndim - 2)), START, g)
 
 
-def _check(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    scale: Any,
-    initial_state: Any,
-    segment_ids: Any,
-    return_state: Any,
+def _whole_sequences(segment_ids: jax.Array, beside: jax.Array) -> jax.Array:
+    """Segments that are sharded over explicit axes as the entries of another array, and no more.
+
+    A token is compared with the one before it, which JAX refuses where another device has it.
+    """
+    sharding = jax.typeof(segment_ids).sharding
+    if all(entry is None for entry in sharding.spec):
+        return segment_ids
+    entries = PartitionSpec(*jax.typeof(beside).sharding.spec[:1])
+    whole: jax.Array = jax.sharding.reshard(segment_ids, NamedSharding(sharding.mesh, entries))
+    return whole
+
+
+def _check_shapes(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array | None,
+    initial_state: jax.Array | None,
+    segment_ids: jax.Array | None,
 ) -> None:
     for name, array in (("q", q), ("k", k), ("v", v)):
-        _floating(name, array)
-        if jnp.ndim(array) != 4:
+        if array.ndim != 4:
             raise ValueError(
-                f"{_NAME}: {name} has shape {jnp.shape(array)}; it must have four axes, "
+                f"{_NAME}: {name} has shape {array.shape}; it must have four axes, "
                 "(batch, length, heads, features)"
             )
-        if 0 in jnp.shape(array):
-            raise ValueError(f"{_NAME}: {name} has shape {jnp.shape(array)}; no axis may be empty")
+        refuse_empty(_NAME, name, array)
     if k.shape != q.shape:
         raise ValueError(f"{_NAME}: k has shape {k.shape}; it must be that of q, {q.shape}")
     if v.shape[:3] != q.shape[:3]:
@@ -155,43 +185,20 @@ def _check(
             f"{_NAME}: v has shape {v.shape}; its batch, length and heads must be those of q, "
             f"{q.shape[:3]}"
         )
-    if g is not None:
-        _floating("g", g)
-        if jnp.shape(g) not in (q.shape, q.shape[:3]):
-            raise ValueError(
-                f"{_NAME}: g has shape {jnp.shape(g)}; it must be {q.shape} (per key channel), "
-                f"{q.shape[:3]} (per head) or None"
-            )
+    if g is not None and g.shape not in (q.shape, q.shape[:3]):
+        raise ValueError(
+            f"{_NAME}: g has shape {g.shape}; it must be {q.shape} (per key channel), "
+            f"{q.shape[:3]} (per head) or None"
+        )
     if initial_state is not None:
-        _floating("initial_state", initial_state)
         wanted = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
-        if jnp.shape(initial_state) != wanted:
+        if initial_state.shape != wanted:
             raise ValueError(
-                f"{_NAME}: initial_state has shape {jnp.shape(initial_state)}; it must be "
+                f"{_NAME}: initial_state has shape {initial_state.shape}; it must be "
                 f"(batch, heads, key_dim, value_dim) = {wanted}"
             )
-    if segment_ids is not None:
-        if not jnp.issubdtype(jnp.result_type(segment_ids), jnp.integer):
-            raise TypeError(
-                f"{_NAME}: segment_ids is {jnp.result_type(segment_ids)}; it must be integers"
-            )
-        if jnp.shape(segment_ids) != q.shape[:2]:
-            raise ValueError(
-                f"{_NAME}: segment_ids has shape {jnp.shape(segment_ids)}; it must be "
-                f"(batch, length) = {q.shape[:2]}"
-            )
-    if isinstance(scale, jax.core.Tracer):
-        raise TypeError(
-            f"{_NAME}: scale must be a number known while tracing; for a learned scale multiply q "
-            "by it"
-        )
-    if isinstance(return_state, jax.core.Tracer) or return_state not in (True, False):
-        raise TypeError(f"{_NAME}: return_state must be True or False, got {return_state!r}")
-
-
-def _floating(name: str, array: Any) -> None:
-    dtype = jnp.result_type(array)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            f"{_NAME}: {name} is {dtype}; it must be a floating type, such as float32 or bfloat16"
+    if segment_ids is not None and segment_ids.shape != q.shape[:2]:
+        raise ValueError(
+            f"{_NAME}: segment_ids has shape {segment_ids.shape}; it must be "
+            f"(batch, length) = {q.shape[:2]}"
         )

@@ -6,11 +6,19 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from ejkernel.kernels.arguments import (
+    checked_choice,
+    checked_flag,
+    checked_floating,
+    checked_precision,
+    given_options,
+    refuse_empty,
+)
 from ejkernel.kernels.gated_linear_unit import ACTIVATIONS, GatedLinearUnit, GatedLinearUnitConfig
 
 _kernel = GatedLinearUnit()
+_NAME = "gated_linear_unit"
 
 _OTHER_NAMES = {"swish": "silu", "gelu_exact": "gelu", "gelu_approximate": "gelu_tanh"}
 
@@ -57,43 +65,34 @@ def gated_linear_unit(
     >>> gated_linear_unit(x, w_gate, w_up).shape
     (2, 10, 32)
     """
+    x, w_gate = checked_floating(_NAME, "x", x), checked_floating(_NAME, "w_gate", w_gate)
+    w_up = None if w_up is None else checked_floating(_NAME, "w_up", w_up)
     weights = _checked_weights(x, w_gate, w_up)
-    columns = weights[0].shape[1] // (2 if len(weights) == 1 else 1)
+    columns = math.prod(weights[0].shape[1:]) // (2 if len(weights) == 1 else 1)
     biases = _checked_biases(b_gate, b_up, columns, stacked=len(weights) == 1)
     options: dict[str, Any] = {"activation": _activation(activation)}
     options.update({name: bias for name, bias in biases.items() if bias is not None})
     if precision is not None:
-        options["precision"] = _precision(precision)
-    if isinstance(recompute, jax.core.Tracer) or recompute not in (True, False):
-        raise TypeError(f"gated_linear_unit: recompute must be True or False, got {recompute!r}")
-    if recompute:
+        options["precision"] = checked_precision(_NAME, precision)
+    if checked_flag(_NAME, "recompute", recompute):
         options["recompute"] = True
-    if implementation is not None:
-        options["implementation"] = implementation
-    if cfg is not None:
-        options["cfg"] = cfg
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    return _kernel(rows, *weights, **options).reshape(*x.shape[:-1], columns)
+    options |= given_options(_NAME, implementation, cfg)
+    return _kernel(x, *weights, **options)
 
 
-def _checked_weights(x: Any, w_gate: Any, w_up: Any) -> tuple[jax.Array, ...]:
+def _checked_weights(
+    x: jax.Array, w_gate: jax.Array, w_up: jax.Array | None
+) -> tuple[jax.Array, ...]:
     given = {"x": x, "w_gate": w_gate} | ({} if w_up is None else {"w_up": w_up})
     for name, array in given.items():
-        shape, dtype = jnp.shape(array), jnp.result_type(array)
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(
-                f"gated_linear_unit: {name} is {dtype}; it must be a floating type, such as "
-                "float32 or bfloat16"
-            )
-        if 0 in shape:
-            raise ValueError(f"gated_linear_unit: {name} has shape {shape}; no axis may be empty")
+        refuse_empty(_NAME, name, array)
     if len({array.dtype for array in given.values()}) > 1:
         shown = ", ".join(f"{name} {array.dtype}" for name, array in given.items())
         raise TypeError(
             f"gated_linear_unit: all arrays must have one dtype, got {shown}; cast them"
         )
-    if jnp.ndim(x) < 1:
-        raise ValueError(f"gated_linear_unit: x has shape {jnp.shape(x)}; it must be (..., k)")
+    if x.ndim < 1:
+        raise ValueError(f"gated_linear_unit: x has shape {x.shape}; it must be (..., k)")
     if w_up is None:
         return (_checked_stack(x, w_gate),)
     if w_gate.ndim != 2 or w_gate.shape != w_up.shape:
@@ -105,7 +104,7 @@ def _checked_weights(x: Any, w_gate: Any, w_up: Any) -> tuple[jax.Array, ...]:
     return w_gate, w_up
 
 
-def _checked_stack(x: Any, w: Any) -> jax.Array:
+def _checked_stack(x: jax.Array, w: jax.Array) -> jax.Array:
     good = (w.ndim == 3 and w.shape[1] == 2) or (w.ndim == 2 and w.shape[1] % 2 == 0)
     if not good:
         raise ValueError(
@@ -113,8 +112,7 @@ def _checked_stack(x: Any, w: Any) -> jax.Array:
             "must hold both weights, (k, 2, n) or (k, 2 n)"
         )
     _check_depth(x, w)
-    stacked: jax.Array = w.reshape(w.shape[0], -1)
-    return stacked
+    return w
 
 
 def _check_depth(x: Any, w: Any) -> None:
@@ -128,38 +126,20 @@ def _check_depth(x: Any, w: Any) -> None:
 def _checked_biases(
     b_gate: Any, b_up: Any, columns: int, *, stacked: bool
 ) -> dict[str, jax.Array | None]:
-    if stacked and b_up is None and b_gate is not None and jnp.size(b_gate) == 2 * columns:
-        both = jnp.asarray(b_gate).reshape(2, columns)
+    b_gate = None if b_gate is None else checked_floating(_NAME, "b_gate", b_gate)
+    b_up = None if b_up is None else checked_floating(_NAME, "b_up", b_up)
+    if stacked and b_up is None and b_gate is not None and b_gate.size == 2 * columns:
+        both = b_gate.reshape(2, columns)
         b_gate, b_up = both[0], both[1]
     for name, bias in (("b_gate", b_gate), ("b_up", b_up)):
-        if bias is None:
-            continue
-        if jnp.shape(bias) != (columns,):
+        if bias is not None and bias.shape != (columns,):
             raise ValueError(
-                f"gated_linear_unit: {name} has shape {jnp.shape(bias)}; it must be ({columns},)"
-            )
-        if not jnp.issubdtype(jnp.result_type(bias), jnp.floating):
-            raise TypeError(
-                f"gated_linear_unit: {name} is {jnp.result_type(bias)}; it must be a floating type"
+                f"gated_linear_unit: {name} has shape {bias.shape}; it must be ({columns},)"
             )
     return {"b_gate": b_gate, "b_up": b_up}
 
 
 def _activation(activation: Any) -> str:
-    name = _OTHER_NAMES.get(activation, activation) if isinstance(activation, str) else None
-    if name not in ACTIVATIONS:
-        known = ", ".join(map(repr, ACTIVATIONS))
-        raise ValueError(
-            f"gated_linear_unit: activation is {activation!r}; it must be one of {known}"
-        )
-    return str(name)
-
-
-def _precision(precision: Any) -> str:
-    try:
-        return jax.lax.Precision(precision).name.lower()
-    except ValueError as error:
-        raise ValueError(
-            f"gated_linear_unit: precision is {precision!r}; it must be 'default', 'high' or "
-            "'highest'"
-        ) from error
+    if isinstance(activation, str):
+        activation = _OTHER_NAMES.get(activation, activation)
+    return checked_choice(_NAME, "activation", activation, tuple(ACTIVATIONS))

@@ -8,10 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.kernels.arguments import (
+    checked_array,
+    checked_flag,
+    checked_floating,
+    checked_floating_type,
+    checked_integers,
+    checked_precision,
+    given_options,
+    refuse_empty,
+    shown,
+)
 from ejkernel.kernels.grouped_matmul import GroupedMatmul, GroupedMatmulConfig
 from ejkernel.kernels.grouped_matmul.groups import row_spans
 
 _kernel = GroupedMatmul()
+_NAME = "grouped_matmul"
 
 
 def grouped_matmul(
@@ -61,58 +73,60 @@ def grouped_matmul(
     >>> grouped_matmul(tokens, experts, jnp.array([2, 0, 3])).sum(axis=1).tolist()
     [32.0, 32.0, 32.0, 32.0, 32.0, 0.0]
     """
+    lhs, rhs = checked_floating(_NAME, "lhs", lhs), checked_floating(_NAME, "rhs", rhs)
+    group_sizes = checked_integers(_NAME, "group_sizes", group_sizes)
+    transpose_rhs = checked_flag(_NAME, "transpose_rhs", transpose_rhs)
+    if group_offset is not None:
+        group_offset = _checked_offset(group_offset)
+    if existing_out is not None:
+        existing_out = checked_floating(_NAME, "existing_out", existing_out)
     _check_shapes(lhs, rhs, group_sizes, transpose_rhs, group_offset)
     options: dict[str, Any] = {}
     if transpose_rhs:
         options["transpose_rhs"] = True
     if preferred_element_type is not None:
-        options["preferred_element_type"] = _floating(
-            "preferred_element_type", preferred_element_type
+        options["preferred_element_type"] = checked_floating_type(
+            _NAME, "preferred_element_type", preferred_element_type
         )
     if precision is not None:
-        options["precision"] = _precision(precision)
+        options["precision"] = checked_precision(_NAME, precision)
     if group_offset is not None:
-        options["group_offset"] = jnp.asarray(group_offset, jnp.int32).reshape(())
-    if implementation is not None:
-        options["implementation"] = implementation
-    if cfg is not None:
-        options["cfg"] = cfg
-    out = _kernel(lhs, rhs, jnp.asarray(group_sizes), **options)
+        options["group_offset"] = group_offset
+    options |= given_options(_NAME, implementation, cfg)
+    out = _kernel(lhs, rhs, group_sizes, **options)
     if existing_out is None:
         return out
-    if jnp.shape(existing_out) != out.shape:
+    if existing_out.shape != out.shape:
         raise ValueError(
-            f"grouped_matmul: existing_out has shape {jnp.shape(existing_out)}; it must have that "
-            f"of the result, {out.shape}"
+            f"grouped_matmul: existing_out has shape {existing_out.shape}; it must have that of "
+            f"the result, {out.shape}"
         )
     starts, ends = row_spans(group_sizes, lhs.shape[0], rhs.shape[0], options.get("group_offset"))
-    row = jnp.arange(lhs.shape[0])[:, None]
+    row = jnp.arange(lhs.shape[0], dtype=starts.dtype)[:, None]
     computed = (row >= starts[0]) & (row < ends[-1])
     return jnp.where(computed, out, existing_out.astype(out.dtype))
 
 
 def _check_shapes(
-    lhs: Any, rhs: Any, group_sizes: Any, transpose_rhs: Any, group_offset: Any
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    transpose_rhs: bool,
+    group_offset: jax.Array | None,
 ) -> None:
     for name, array, axes in (
         ("lhs", lhs, "(m, k)"),
         ("rhs", rhs, "(groups, n, k)" if transpose_rhs else "(groups, k, n)"),
         ("group_sizes", group_sizes, "(groups,)"),
     ):
-        shape = jnp.shape(array)
-        if len(shape) != axes.count(",") + (name != "group_sizes"):
-            raise ValueError(f"grouped_matmul: {name} has shape {shape}; it must be {axes}")
-        if 0 in shape:
-            raise ValueError(f"grouped_matmul: {name} has shape {shape}; no axis may be empty")
-    for name, array in (("lhs", lhs), ("rhs", rhs)):
-        _floating(name, jnp.result_type(array))
+        if array.ndim != axes.count(",") + (name != "group_sizes"):
+            raise ValueError(f"grouped_matmul: {name} has shape {array.shape}; it must be {axes}")
+        refuse_empty(_NAME, name, array)
     if lhs.dtype != rhs.dtype:
         raise TypeError(
             f"grouped_matmul: lhs is {lhs.dtype} and rhs is {rhs.dtype}; they must have one dtype "
             "(cast one; preferred_element_type sets that of the result)"
         )
-    if isinstance(transpose_rhs, jax.core.Tracer) or transpose_rhs not in (True, False):
-        raise TypeError(f"grouped_matmul: transpose_rhs must be True or False, got {transpose_rhs}")
     shared = rhs.shape[2 if transpose_rhs else 1]
     if lhs.shape[1] != shared:
         other = "transposed " if transpose_rhs else ""
@@ -123,10 +137,10 @@ def _check_shapes(
     _check_groups(group_sizes, lhs.shape[0], rhs.shape[0], group_offset)
 
 
-def _check_groups(group_sizes: Any, rows: int, groups: int, group_offset: Any) -> None:
-    dtype, listed = jnp.result_type(group_sizes), jnp.shape(group_sizes)[0]
-    if not jnp.issubdtype(dtype, jnp.integer):
-        raise TypeError(f"grouped_matmul: group_sizes is {dtype}; it must be integers")
+def _check_groups(
+    group_sizes: jax.Array, rows: int, groups: int, group_offset: jax.Array | None
+) -> None:
+    listed = group_sizes.shape[0]
     if group_offset is None and listed != groups:
         raise ValueError(
             f"grouped_matmul: group_sizes has {listed} groups and rhs {groups} matrices; these "
@@ -148,36 +162,23 @@ def _check_groups(group_sizes: Any, rows: int, groups: int, group_offset: Any) -
             )
 
 
-def _check_offset(group_offset: Any, largest: int) -> None:
-    if not jnp.issubdtype(jnp.result_type(group_offset), jnp.integer):
-        raise TypeError(f"grouped_matmul: group_offset must be an integer, got {group_offset!r}")
-    if jnp.size(group_offset) != 1:
-        raise ValueError(
-            f"grouped_matmul: group_offset has shape {jnp.shape(group_offset)}; it is one number"
-        )
+def _checked_offset(group_offset: Any) -> jax.Array:
+    """One number, which may be traced."""
+    if isinstance(group_offset, int) and not isinstance(group_offset, bool):
+        group_offset = np.asarray(group_offset)
+    offset = checked_array(_NAME, "group_offset", group_offset)
+    if not jnp.issubdtype(offset.dtype, jnp.integer):
+        raise TypeError(f"grouped_matmul: group_offset must be an integer, got {shown(offset)}")
+    if offset.size != 1:
+        raise ValueError(f"grouped_matmul: group_offset has shape {offset.shape}; it is one number")
+    return offset.reshape(())
+
+
+def _check_offset(group_offset: jax.Array, largest: int) -> None:
     if not isinstance(group_offset, jax.core.Tracer):
-        offset = int(np.asarray(group_offset).reshape(()))
+        offset = int(group_offset)
         if not 0 <= offset <= largest:
             raise ValueError(
                 f"grouped_matmul: group_offset is {offset}; with these group_sizes and rhs it must "
                 f"be from 0 to {largest}"
             )
-
-
-def _floating(name: str, dtype: Any) -> np.dtype[Any]:
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            f"grouped_matmul: {name} is {jnp.dtype(dtype)}; it must be a floating type, such as "
-            "float32 or bfloat16"
-        )
-    checked: np.dtype[Any] = np.dtype(dtype)
-    return checked
-
-
-def _precision(precision: Any) -> str:
-    try:
-        return jax.lax.Precision(precision).name.lower()
-    except ValueError as error:
-        raise ValueError(
-            f"grouped_matmul: precision is {precision!r}; it must be 'default', 'high' or 'highest'"
-        ) from error

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from ejkernel.kernels.arguments import (
+    checked_choice,
+    checked_flag,
+    checked_floating,
+    checked_integer,
+    checked_integers,
+    checked_number,
+    checked_soft_cap,
+    given_options,
+    refuse_empty,
+)
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropy, LinearCrossEntropyConfig
+from ejkernel.kernels.linear_cross_entropy.options import IGNORED, UNKNOWN
+from ejkernel.ops.utils.serialize import is_symbolic
 
 _kernel = LinearCrossEntropy()
 
@@ -43,11 +55,13 @@ def linear_cross_entropy(
     Args:
       hidden: `(..., features)`.
       weight: `(features, vocabulary)`, or `(vocabulary, features)` with `vocab_first`.
-      labels: `(...)`, integers from 0 to the size of the vocabulary, or `ignore_index`. The loss of
-        a row with any other label is NaN.
+      labels: `(...)`, integers of any dtype, from 0 to below the size of the vocabulary, or
+        `ignore_index`. The loss of a row with any other label is NaN, and so is its gradient,
+        unless that of the row's loss is 0 (`jax.numpy.where` left the loss out).
       bias: `(vocabulary,)`, added to the logits.
       vocab_first: the weight is laid out as an embedding table.
-      ignore_index: rows with this label count for nothing.
+      ignore_index: rows with this label count for nothing, whatever is in them. It need not be a
+        number that the dtype of the labels can hold.
       label_smoothing: the share of the target that is spread evenly over the vocabulary.
       logits_soft_cap: `c` in `c · tanh(logits / c)`, as Gemma has it; None for none.
       z_loss: factor of the squared log-sum-exp, which is added to the loss of a row.
@@ -69,46 +83,69 @@ def linear_cross_entropy(
     >>> jax.grad(linear_cross_entropy, argnums=1)(hidden, weight, labels).shape
     (4, 16)
     """
-    _check(hidden, weight, labels, bias, vocab_first)
-    _check_numbers(label_smoothing, logits_soft_cap, z_loss, softmax_scale, ignore_index)
-    if reduction not in _REDUCTIONS:
-        raise ValueError(
-            f"{_NAME}: reduction={reduction!r} must be one of {', '.join(map(repr, _REDUCTIONS))}"
-        )
+    hidden = checked_floating(_NAME, "hidden", hidden)
+    weight = checked_floating(_NAME, "weight", weight)
+    labels = checked_integers(_NAME, "labels", labels)
+    bias = None if bias is None else checked_floating(_NAME, "bias", bias)
+    vocab_first = checked_flag(_NAME, "vocab_first", vocab_first)
+    _check_shapes(hidden, weight, labels, bias, vocab_first)
+    scale = checked_number(_NAME, "softmax_scale", softmax_scale)
+    if scale == 0:
+        raise ValueError(f"{_NAME}: softmax_scale={softmax_scale!r} must be finite and not 0")
+    smoothing = checked_number(_NAME, "label_smoothing", label_smoothing, least=0, below=1)
     options: dict[str, Any] = {
         "bias": bias,
-        "vocab_first": bool(vocab_first) or None,
-        "label_smoothing": float(label_smoothing) or None,
-        "logits_soft_cap": None if logits_soft_cap is None else float(logits_soft_cap),
-        "z_loss": float(z_loss) or None,
-        "softmax_scale": None if softmax_scale == 1.0 else float(softmax_scale),
-        "implementation": implementation,
-        "cfg": cfg,
+        "vocab_first": vocab_first or None,
+        "label_smoothing": smoothing or None,
+        "logits_soft_cap": (
+            None if logits_soft_cap is None else checked_soft_cap(_NAME, logits_soft_cap)
+        ),
+        "z_loss": checked_number(_NAME, "z_loss", z_loss, least=0) or None,
+        "softmax_scale": None if scale == 1.0 else scale,
     }
     given = {name: value for name, value in options.items() if value is not None}
-    return _kernel(
-        hidden, weight, labels, ignore_index=int(ignore_index), reduction=reduction, **given
-    )
+    given |= given_options(_NAME, implementation, cfg)
+    ignored = checked_integer(_NAME, "ignore_index", ignore_index, least=-(2**31), most=2**31 - 1)
+    reduction = checked_choice(_NAME, "reduction", reduction, _REDUCTIONS)  # type: ignore[assignment]
+    vocab = weight.shape[0 if vocab_first else 1]
+    known = _int32_labels(labels, ignored, vocab)
+    if reduction != "none" and is_symbolic(hidden.shape[0]) and implementation != "reference":
+        # The rows of an unknown number of entries each by themselves, and then their sum.
+        rows = _kernel(hidden, weight, known, reduction="none", **given)
+        count = jnp.maximum(jnp.sum(known != IGNORED), 1).astype(rows.dtype)
+        return rows.sum() / count if reduction == "mean" else rows.sum()
+    return _kernel(hidden, weight, known, reduction=reduction, **given)
 
 
-def _check(hidden: Any, weight: Any, labels: Any, bias: Any, vocab_first: Any) -> None:
-    shapes = {"hidden": jnp.shape(hidden), "weight": jnp.shape(weight), "labels": jnp.shape(labels)}
-    for name, array in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if array is not None and not jnp.issubdtype(jnp.result_type(array), jnp.floating):
-            raise TypeError(
-                f"{_NAME}: {name} is {jnp.result_type(array)}; it must be a floating type, such as "
-                "float32 or bfloat16"
-            )
-    if not jnp.issubdtype(jnp.result_type(labels), jnp.integer):
-        raise TypeError(f"{_NAME}: labels is {jnp.result_type(labels)}; it must be an integer type")
-    if isinstance(vocab_first, jax.core.Tracer) or vocab_first not in (True, False):
-        raise TypeError(f"{_NAME}: vocab_first must be True or False, got {vocab_first!r}")
+def _int32_labels(labels: jax.Array, ignore_index: int, vocab: int) -> jax.Array:
+    """Labels as kernels read them, whatever their dtype: those to be ignored are `IGNORED`.
+
+    `ignore_index` and the size of the vocabulary need not fit into the dtype of the labels: -100 as
+    a uint8 is 156, which may be a word.
+    """
+    wide = labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
+    limits = np.iinfo(wide.dtype)
+    in_vocabulary = (wide >= 0) & (wide <= min(vocab - 1, int(limits.max)))
+    numbers = jnp.where(in_vocabulary, wide, 0).astype(jnp.int32)
+    found = jnp.where(in_vocabulary, numbers, jnp.int32(UNKNOWN))
+    if not limits.min <= ignore_index <= limits.max:
+        return found  # no label is this number
+    return jnp.where(wide == ignore_index, jnp.int32(IGNORED), found)
+
+
+def _check_shapes(
+    hidden: jax.Array,
+    weight: jax.Array,
+    labels: jax.Array,
+    bias: jax.Array | None,
+    vocab_first: bool,
+) -> None:
+    shapes = {"hidden": hidden.shape, "weight": weight.shape, "labels": labels.shape}
     layout = "(vocabulary, features)" if vocab_first else "(features, vocabulary)"
     if len(shapes["weight"]) != 2:
         raise ValueError(f"{_NAME}: weight has shape {shapes['weight']}; it must be {layout}")
-    for name, shape in shapes.items():
-        if 0 in shape:
-            raise ValueError(f"{_NAME}: {name} has shape {shape}; no axis may be empty")
+    for name, array in (("hidden", hidden), ("weight", weight), ("labels", labels)):
+        refuse_empty(_NAME, name, array)
     features, vocab = shapes["weight"][::-1] if vocab_first else shapes["weight"]
     if not shapes["hidden"] or shapes["hidden"][-1] != features:
         other = "vocab_first=False" if vocab_first else "vocab_first=True"
@@ -123,27 +160,7 @@ def _check(hidden: Any, weight: Any, labels: Any, bias: Any, vocab_first: Any) -
             f"{_NAME}: labels has shape {shapes['labels']}; for hidden of shape {shapes['hidden']} "
             f"it must be {shapes['hidden'][:-1]}, one label per row"
         )
-    if bias is not None and jnp.shape(bias) != (vocab,):
+    if bias is not None and bias.shape != (vocab,):
         raise ValueError(
-            f"{_NAME}: bias has shape {jnp.shape(bias)}; it must be {(vocab,)}, one number per word"
+            f"{_NAME}: bias has shape {bias.shape}; it must be {(vocab,)}, one number per word"
         )
-
-
-def _check_numbers(
-    label_smoothing: Any, logits_soft_cap: Any, z_loss: Any, softmax_scale: Any, ignore_index: Any
-) -> None:
-    numbers: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
-        "label_smoothing": (label_smoothing, lambda x: 0 <= x < 1, "at least 0 and below 1"),
-        "logits_soft_cap": (logits_soft_cap, lambda x: x > 0, "positive, or None"),
-        "z_loss": (z_loss, lambda x: x >= 0, "not negative"),
-        "softmax_scale": (softmax_scale, lambda x: x != 0, "not 0"),
-    }
-    for name, (value, allowed, said) in numbers.items():
-        if value is None and name == "logits_soft_cap":
-            continue
-        if isinstance(value, jax.core.Tracer) or not isinstance(value, (int, float)):
-            raise TypeError(f"{_NAME}: {name} must be a number known while tracing, got {value!r}")
-        if not (math.isfinite(value) and allowed(value)):
-            raise ValueError(f"{_NAME}: {name}={value!r} must be finite and {said}")
-    if isinstance(ignore_index, jax.core.Tracer) or not isinstance(ignore_index, int):
-        raise TypeError(f"{_NAME}: ignore_index must be an int, got {ignore_index!r}")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from ejkernel.kernels.arguments import checked_floating, checked_number, given_options
 from ejkernel.kernels.norm import NormConfig, NormKernel
 
 
@@ -24,58 +23,51 @@ def normalised(
     cfg: NormConfig | None = None,
 ) -> Any:
     """Check the arguments and call the kernel, without what was not given."""
-    check(kernel.op_id, x, weight, bias, residual, eps, weight_offset)
+    name = kernel.op_id
+    x = checked_floating(name, "x", x)
+    weight, bias, residual = (
+        None if value is None else checked_floating(name, argument, value)
+        for argument, value in (("weight", weight), ("bias", bias), ("residual", residual))
+    )
+    _check_shapes(name, x, weight, bias, residual)
+    eps = checked_number(name, "eps", eps, least=0)
+    weight_offset = checked_number(name, "weight_offset", weight_offset)
+    if weight_offset and weight is None:
+        raise ValueError(
+            f"{name}: weight_offset={weight_offset!r} is added to the weight, and none is given"
+        )
     options: dict[str, Any] = {
-        "weight_offset": float(weight_offset) or None,
+        "weight_offset": weight_offset or None,
         "bias": bias,
         "residual": residual,
-        "implementation": implementation,
-        "cfg": cfg,
     }
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {option: value for option, value in options.items() if value is not None}
+    given |= given_options(name, implementation, cfg)
     weights = () if weight is None else (weight,)
-    return kernel(x, *weights, eps=float(eps), **given)
+    return kernel(x, *weights, eps=eps, **given)
 
 
-def check(
-    name: str, x: Any, weight: Any, bias: Any, residual: Any, eps: Any, weight_offset: Any
+def _check_shapes(
+    name: str,
+    x: jax.Array,
+    weight: jax.Array | None,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
 ) -> None:
-    """Raise an error that says what is wrong with the arguments."""
-    shape = jnp.shape(x)
+    """Raise an error that says which arrays do not fit together."""
+    shape = x.shape
     if not shape or 0 in shape:
         raise ValueError(
             f"{name}: x has shape {shape}; it must be (..., features), with no empty axis"
         )
-    arrays = {"x": x, "weight": weight, "bias": bias, "residual": residual}
-    for argument, array in arrays.items():
-        if array is None:
-            continue
-        dtype = jnp.result_type(array)
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(
-                f"{name}: {argument} is {dtype}; it must be a floating type, such as float32 or "
-                "bfloat16"
-            )
-    for argument in ("weight", "bias"):
-        array = arrays[argument]
-        if array is not None and jnp.shape(array) != shape[-1:]:
+    for argument, array in (("weight", weight), ("bias", bias)):
+        if array is not None and array.shape != shape[-1:]:
             raise ValueError(
-                f"{name}: {argument} has shape {jnp.shape(array)}; for x of shape {shape} it must "
-                f"be {shape[-1:]}, one number per feature"
+                f"{name}: {argument} has shape {array.shape}; for x of shape {shape} it must be "
+                f"{shape[-1:]}, one number per feature"
             )
     if residual is not None and (residual.shape, residual.dtype) != (shape, x.dtype):
         raise ValueError(
             f"{name}: residual is {residual.dtype}{list(residual.shape)}; it must be like x, "
             f"{x.dtype}{list(shape)}"
-        )
-    for argument, value in (("eps", eps), ("weight_offset", weight_offset)):
-        if isinstance(value, jax.core.Tracer) or not isinstance(value, (int, float)):
-            raise TypeError(
-                f"{name}: {argument} must be a number known while tracing, got {value!r}"
-            )
-    if not (eps >= 0 and math.isfinite(eps)):
-        raise ValueError(f"{name}: eps={eps!r} must be a finite number, not negative")
-    if weight_offset and weight is None:
-        raise ValueError(
-            f"{name}: weight_offset={weight_offset!r} is added to the weight, and none is given"
         )

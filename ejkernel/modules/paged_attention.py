@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.kernels.arguments import (
+    checked_floating,
+    checked_integers,
+    checked_number,
+    checked_soft_cap,
+    given_options,
+    refuse_empty,
+    shown,
+)
+from ejkernel.kernels.integers import to_int32
 from ejkernel.kernels.paged_attention import PagedAttention, PagedAttentionConfig
 
 _kernel = PagedAttention()
+_NAME = "paged_attention"
 
 
 def paged_attention(
@@ -63,14 +72,19 @@ def paged_attention(
     >>> paged_attention(q, k_pages, v_pages, page_table, jnp.array([40, 9])).shape
     (2, 8, 32)
     """
+    q = checked_floating(_NAME, "q", q)
+    k_pages = checked_floating(_NAME, "k_pages", k_pages)
+    v_pages = checked_floating(_NAME, "v_pages", v_pages)
+    page_table = checked_integers(_NAME, "page_table", page_table)
+    lengths = checked_integers(_NAME, "lengths", lengths)
     _check_arrays(q, k_pages, v_pages)
     _check_table(q, k_pages, page_table, lengths)
-    options = _checked_options(q, softmax_scale, window, logits_soft_cap, sinks)
-    if implementation is not None:
-        options["implementation"] = implementation
-    if cfg is not None:
-        options["cfg"] = cfg
-    if jnp.ndim(q) == 4:
+    longest = page_table.shape[1] * k_pages.shape[1]
+    page_table = to_int32(page_table, 0, k_pages.shape[0] - 1)
+    lengths = to_int32(lengths, 0, longest)
+    options = _checked_options(q, softmax_scale, window, logits_soft_cap, sinks, longest)
+    options |= given_options(_NAME, implementation, cfg)
+    if q.ndim == 4:
         return _kernel(q, k_pages, v_pages, page_table, lengths, **options)
     return _kernel(q[:, None], k_pages, v_pages, page_table, lengths, **options)[:, 0]
 
@@ -82,16 +96,11 @@ def _check_arrays(q: Any, k_pages: Any, v_pages: Any) -> None:
         ("k_pages", k_pages, (4,), caches),
         ("v_pages", v_pages, (4,), caches),
     ):
-        shape, dtype = jnp.shape(array), jnp.result_type(array)
-        if len(shape) not in ranks:
-            raise ValueError(f"paged_attention: {name} has shape {shape}; it must be {meaning}")
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(
-                f"paged_attention: {name} is {dtype}; it must be a floating type, such as float32 "
-                "or bfloat16"
+        if array.ndim not in ranks:
+            raise ValueError(
+                f"paged_attention: {name} has shape {array.shape}; it must be {meaning}"
             )
-        if 0 in shape:
-            raise ValueError(f"paged_attention: {name} has shape {shape}; no axis may be empty")
+        refuse_empty(_NAME, name, array)
     if k_pages.shape[:3] != v_pages.shape[:3]:
         raise ValueError(
             f"paged_attention: k_pages {k_pages.shape} and v_pages {v_pages.shape} differ in more "
@@ -115,9 +124,7 @@ def _check_table(q: Any, k_pages: Any, page_table: Any, lengths: Any) -> None:
         ("page_table", page_table, 2, f"(batch, pages_per_sequence), here ({batch}, …)"),
         ("lengths", lengths, 1, f"(batch,), here ({batch},)"),
     ):
-        shape, dtype = jnp.shape(array), jnp.result_type(array)
-        if not jnp.issubdtype(dtype, jnp.integer):
-            raise TypeError(f"paged_attention: {name} is {dtype}; it must be an integer type")
+        shape = array.shape
         if len(shape) != rank or shape[0] != batch or 0 in shape:
             raise ValueError(f"paged_attention: {name} has shape {shape}; it must be {meaning}")
     if isinstance(page_table, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer):
@@ -142,44 +149,34 @@ def _check_table(q: Any, k_pages: Any, page_table: Any, lengths: Any) -> None:
 
 
 def _checked_options(
-    q: Any, softmax_scale: Any, window: Any, logits_soft_cap: Any, sinks: Any
+    q: Any, softmax_scale: Any, window: Any, logits_soft_cap: Any, sinks: Any, longest: int
 ) -> dict[str, Any]:
     """Those that are given, as the kernel takes them."""
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    options: dict[str, Any] = {"softmax_scale": _number("softmax_scale", scale)}
+    scale = q.shape[-1] ** -0.5
+    if softmax_scale is not None:
+        advice = "for a learned scale multiply q by it"
+        scale = checked_number(_NAME, "softmax_scale", softmax_scale, advice=advice)
+    options: dict[str, Any] = {"softmax_scale": scale}
     if window is not None:
         try:
-            size = -1 if isinstance(window, bool) else operator.index(window)
+            size = -1 if isinstance(window, (bool, np.bool_)) else operator.index(window)
         except (TypeError, jax.errors.JAXTypeError):
             size = -1
         if size < 0:
             raise ValueError(
-                f"paged_attention: window={window!r} must be a whole number of 0 or more, known "
-                "while tracing"
+                f"paged_attention: window={shown(window)} must be a whole number of 0 or more, "
+                "known while tracing"
             )
-        options["window"] = size
+        if size < longest:  # else it hides nothing
+            options["window"] = size
     if logits_soft_cap is not None:
-        cap = _number("logits_soft_cap", logits_soft_cap)
-        if not 0 < cap < math.inf:
-            raise ValueError(
-                f"paged_attention: logits_soft_cap={cap!r} must be positive and finite"
-            )
-        options["logits_soft_cap"] = cap
+        options["logits_soft_cap"] = checked_soft_cap(_NAME, logits_soft_cap)
     if sinks is not None:
-        shape, dtype = jnp.shape(sinks), jnp.result_type(sinks)
-        if shape != (q.shape[-2],) or not jnp.issubdtype(dtype, jnp.floating):
+        sinks = checked_floating(_NAME, "sinks", sinks)
+        if sinks.shape != (q.shape[-2],):
             raise ValueError(
-                f"paged_attention: sinks is {dtype} of shape {shape}; it must be one floating "
-                f"number for each query head, here ({q.shape[-2]},)"
+                f"paged_attention: sinks is {sinks.dtype} of shape {sinks.shape}; it must be one "
+                f"floating number for each query head, here ({q.shape[-2]},)"
             )
         options["sinks"] = sinks
     return options
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, jax.core.Tracer):
-        raise TypeError(f"paged_attention: {name} must be a number known while tracing")
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"paged_attention: {name} must be a number, got {value!r}") from None

@@ -7,8 +7,9 @@ import importlib
 from typing import Any
 
 from ejkernel.ops import Kernel, device_kind
-from ejkernel.ops.core.dispatch import defined_methods, suffix_order
-from ejkernel.ops.core.supports import Supports, reasons_against
+from ejkernel.ops.core.dispatch import DEVICE_KINDS, suffix_order
+from ejkernel.ops.core.kernel import implementation_names
+from ejkernel.ops.core.supports import REFERENCE, Supports, reasons_against
 from ejkernel.ops.execution.tables import as_text
 from ejkernel.ops.utils.display import Displayed, Shown
 
@@ -110,15 +111,18 @@ def kernel_of(operation: str) -> Kernel[Any, Any]:
 def _rows(operation: str) -> list[Row]:
     kernel = kernel_of(operation)
     rows = []
-    for method in defined_methods(type(kernel), "run", Kernel):
-        name = method.removeprefix("run_")
+    for name in implementation_names(type(kernel)):
         suffix = "" if name == "run" else name
         declared = kernel.supports.get(name, Supports())
         rows.append(
             Row(
                 operation,
                 name,
-                tuple(kind for kind in ("cpu", "gpu", "tpu") if suffix in suffix_order(kind)),
+                tuple(
+                    kind
+                    for kind in sorted(DEVICE_KINDS)
+                    if name == REFERENCE or suffix in suffix_order(kind)
+                ),
                 declared.dtypes,
                 declared.without,
                 tuple(_said(rule) for rule in declared.rules),

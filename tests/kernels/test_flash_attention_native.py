@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from ejkernel.kernels.flash_attention import FlashAttention, FlashAttentionConfig
 from ejkernel.modules import flash_attention
-from ejkernel.ops import BwdParams, FwdParams, NotSupported, Tuner, policy_override
+from ejkernel.ops import BwdParams, FwdParams, Tuner, policy_override
 from ejkernel.ops.tuner.outcome import Verdict
 from ejkernel.ops.tuner.session import tune_invocation
 
@@ -335,15 +335,26 @@ def test_shard_map(check):
         np.testing.assert_allclose(mine, theirs, atol=1e-6)
 
 
-def test_arrays_that_are_sharded_by_type_go_to_xla():
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
-    sharding = jax.NamedSharding(mesh, PartitionSpec("data"))
-    arrays = [jax.device_put(x, sharding) for x in inputs()]
-    with pytest.raises(NotSupported, match="q is sharded"):
-        attention(*arrays)
-    mask = jax.device_put(random_mask(2, 4, 37, 53), sharding)
-    with pytest.raises(NotSupported, match="mask is sharded"):
-        attention(*inputs(), mask=mask)
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
+@pytest.mark.parametrize("spec", [("data",), (None, None, "data")], ids=["batch", "heads"])
+def test_arrays_that_are_sharded_are_worked_on_where_they_are(kind, spec):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
+    arrays = inputs(batch=2, heads=4, kv_heads=2)
+    out, lse = attention(*arrays)
+    gradient = jax.grad(lambda *a: jnp.sum(attention(*a)[0] ** 2), (0, 1, 2))
+    expected = gradient(*arrays)
+    with jax.set_mesh(mesh):
+        sharding = jax.NamedSharding(mesh, PartitionSpec(*spec))
+        placed = [jax.device_put(x, sharding) for x in arrays]
+        program = jax.jit(attention).lower(*placed).compile()
+        assert "ejkernel_flash_attention_forward" in program.as_text()
+        assert "all-gather" not in program.as_text()
+        found, found_lse = program(*placed)
+        gradients = jax.jit(gradient)(*placed)
+    np.testing.assert_allclose(found, out, atol=1e-6)
+    np.testing.assert_allclose(found_lse, lse, atol=1e-6)
+    for one, other in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
 
 
 def test_many_threads_at_once_neither_wait_for_each_other_nor_mix_up():

@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 
-from ejkernel.ops import BwdParams, FwdParams, Invocation, Supports
+from ejkernel.ops import BwdParams, FwdParams, Invocation, Limit, Limits, Supports
 
+from ..limits import COUNT, launch
 from .options import Options
 
 MOST_FEATURES_ON_GPU = 256
@@ -35,6 +36,22 @@ SUPPORTS = {
         dtypes=("float32", "bfloat16", "float16"),
         without=_NOT_SERVED,
         rules=(features_fit_a_gpu,),
+    ),
+}
+
+
+_SIDES = [f"{way}.{side}" for way in ("fwd", "bwd") for side in ("q_blocksize", "kv_blocksize")]
+# The backward pass of a differentiated bias is XLA's, which has heads in its blocks.
+_HEADS = {"bwd.blocksize_heads": COUNT}
+
+LIMITS = {
+    # Sides are rounded up, to a multiple of 128 and to a power of two.
+    "pallas": Limits({side: Limit(least=1, most=2**15) for side in _SIDES} | _HEADS),
+    "triton": Limits(
+        {side: Limit(least=1, most=1024) for side in _SIDES}
+        | launch("fwd.")
+        | launch("bwd.")
+        | _HEADS
     ),
 }
 

@@ -5,7 +5,6 @@ Everything is checked by shape and dtype alone, so errors come while tracing, un
 
 from __future__ import annotations
 
-import math
 import operator
 from typing import Any
 
@@ -14,25 +13,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..arguments import (
+    checked_array,
+    checked_floating,
+    checked_integers,
+    checked_number,
+    refuse_empty,
+    shown,
+)
+from ..integers import ids_to_int32, to_int32
 from .options import Window
 
+_NAME = "flash_attention"
 
-def check_arrays(q: Any, k: Any, v: Any) -> None:
-    """Raise unless `q`, `k` and `v` fit together."""
+
+def checked_arrays(q: Any, k: Any, v: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`q`, `k` and `v`, which fit together."""
+    q, k, v = (checked_floating(_NAME, n, x) for n, x in (("q", q), ("k", k), ("v", v)))
     for name, array in (("q", q), ("k", k), ("v", v)):
-        shape, dtype = jnp.shape(array), jnp.result_type(array)
-        if len(shape) != 4:
+        if array.ndim != 4:
             raise ValueError(
-                f"flash_attention: {name} has shape {shape}; it must have four axes, "
+                f"flash_attention: {name} has shape {array.shape}; it must have four axes, "
                 "(batch, sequence, heads, head_dim)"
             )
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(
-                f"flash_attention: {name} is {dtype}; it must be a floating type, such as float32 "
-                "or bfloat16"
-            )
-        if 0 in shape:
-            raise ValueError(f"flash_attention: {name} has shape {shape}; no axis may be empty")
+        refuse_empty(_NAME, name, array)
     _same("batch size", 0, q=q, k=k, v=v)
     _same("length", 1, k=k, v=v)
     _same("number of heads", 2, k=k, v=v)
@@ -42,6 +46,7 @@ def check_arrays(q: Any, k: Any, v: Any) -> None:
             f"flash_attention: q has {q.shape[2]} heads and k has {k.shape[2]}; the query heads "
             "must be a multiple of the key heads"
         )
+    return q, k, v
 
 
 def _same(what: str, axis: int, **arrays: Any) -> None:
@@ -52,32 +57,19 @@ def _same(what: str, axis: int, **arrays: Any) -> None:
         )
 
 
-def checked_flag(name: str, value: Any) -> bool:
-    """A `bool` that is known while tracing."""
-    if isinstance(value, jax.core.Tracer) or np.ndim(value) or value not in (True, False):
-        raise TypeError(f"flash_attention: {name} must be True or False, got {value!r}")
-    return bool(value)
-
-
-def checked_number(name: str, value: Any, advice: str) -> float:
-    """A `float` that is known while tracing."""
-    if isinstance(value, jax.core.Tracer):
-        raise TypeError(
-            f"flash_attention: {name} must be a number known while tracing, got {value!r}; {advice}"
-        )
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"flash_attention: {name} must be a number, got {value!r}") from None
-
-
-def checked_window(window: Any, causal: bool) -> Window | None:
+def checked_window(
+    window: Any, causal: bool, q_len: int | None = None, kv_len: int | None = None
+) -> Window | None:
     """`(left, right)` with `None` for a side without limit; None if neither has one beyond causal.
+
+    A side that reaches beyond the sequence has no limit.
 
     >>> checked_window(4, causal=False), checked_window(4, causal=True)
     ((4, 4), (4, 0))
     >>> checked_window((None, 0), causal=True) is None  # says no more than causal does
     True
+    >>> checked_window((2**31 - 1, 4), causal=False, q_len=100, kv_len=100)
+    (None, 4)
     """
     allowed = (
         "it must be a whole number of 0 or more, or (left, right) with None for a side without "
@@ -95,9 +87,14 @@ def checked_window(window: Any, causal: bool) -> Window | None:
     else:
         left = _side(window, window, allowed)
         right = left
+    left, right = _within(left, q_len), _within(right, kv_len)
     if causal:
         return None if left is None else (left, 0)
     return None if left is None and right is None else (left, right)
+
+
+def _within(side: int | None, length: int | None) -> int | None:
+    return None if side is None or (isinstance(length, int) and side >= length - 1) else side
 
 
 def _side(window: Any, side: Any, allowed: str) -> int | None:
@@ -119,7 +116,8 @@ def _side(window: Any, side: Any, allowed: str) -> int | None:
 
 def checked_table(name: str, table: Any, shape: tuple[int, int, int, int], boolean: bool) -> Any:
     """`bias` or `mask` with four axes, of which some may be 1."""
-    given, dtype = jnp.shape(table), jnp.result_type(table)
+    table = checked_array(_NAME, name, table)
+    given, dtype = table.shape, table.dtype
     if boolean and dtype != jnp.bool_:
         raise TypeError(
             f"flash_attention: mask is {dtype}; it must be boolean, True where a query sees a key. "
@@ -143,15 +141,20 @@ def checked_table(name: str, table: Any, shape: tuple[int, int, int, int], boole
     return table
 
 
-def check_integers(name: str, array: Any, shape: tuple[int, ...], meaning: str) -> None:
-    """Raise unless `segment_ids` or lengths are integers of the shape they must have."""
-    given, dtype = jnp.shape(array), jnp.result_type(array)
-    if not jnp.issubdtype(dtype, jnp.integer):
-        raise TypeError(f"flash_attention: {name} is {dtype}; it must be an integer type")
-    if given != shape:
+def checked_lengths(name: str, lengths: Any, batch: int, longest: int) -> Any:
+    """How many queries or keys of each sequence exist, as int32."""
+    return to_int32(checked_integers_of(name, lengths, (batch,), "(batch,)"), 0, longest)
+
+
+def checked_integers_of(name: str, array: Any, shape: tuple[int, ...], meaning: str) -> jax.Array:
+    """`segment_ids` or lengths: integers of the shape they must have."""
+    integers = checked_integers(_NAME, name, array)
+    if integers.shape != shape:
         raise ValueError(
-            f"flash_attention: {name} has shape {given}; it must be {meaning}, here {shape}"
+            f"flash_attention: {name} has shape {integers.shape}; it must be {meaning}, here "
+            f"{shape}"
         )
+    return integers
 
 
 def checked_segments(
@@ -159,60 +162,56 @@ def checked_segments(
 ) -> dict[str, Any]:
     """The segments of queries and keys as keywords of the kernel."""
     if segment_ids is None:
+        given = checked_integers(_NAME, "kv_segment_ids", kv_segment_ids)
         raise ValueError(
-            f"flash_attention: kv_segment_ids has shape {jnp.shape(kv_segment_ids)}, but there are "
-            "no segment_ids; give those of the queries too"
+            f"flash_attention: kv_segment_ids has shape {given.shape}, but there are no "
+            "segment_ids; give those of the queries too"
         )
-    check_integers("segment_ids", segment_ids, (batch, q_len), "(batch, q_len)")
+    segment_ids = checked_integers_of("segment_ids", segment_ids, (batch, q_len), "(batch, q_len)")
     if kv_segment_ids is None:
         if q_len != kv_len:
             raise ValueError(
-                f"flash_attention: segment_ids has shape {jnp.shape(segment_ids)} and there are "
+                f"flash_attention: segment_ids has shape {segment_ids.shape} and there are "
                 f"{kv_len} keys; where the lengths differ, give kv_segment_ids, {(batch, kv_len)}"
             )
-        return {"segment_ids": segment_ids}
-    check_integers("kv_segment_ids", kv_segment_ids, (batch, kv_len), "(batch, kv_len)")
+        return {"segment_ids": ids_to_int32(segment_ids)[0]}
+    kv_segment_ids = checked_integers_of(
+        "kv_segment_ids", kv_segment_ids, (batch, kv_len), "(batch, kv_len)"
+    )
+    segment_ids, kv_segment_ids = ids_to_int32(segment_ids, kv_segment_ids)
     return {"segment_ids": segment_ids, "kv_segment_ids": kv_segment_ids}
 
 
-def check_sinks(sinks: Any, heads: int) -> None:
-    """Raise unless there is one floating number per query head."""
-    given, dtype = jnp.shape(sinks), jnp.result_type(sinks)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"flash_attention: sinks is {dtype}; it must be a floating type")
-    if given != (heads,):
+def checked_sinks(sinks: Any, heads: int) -> jax.Array:
+    """One floating number per query head."""
+    array = checked_floating(_NAME, "sinks", sinks)
+    if array.shape != (heads,):
         raise ValueError(
-            f"flash_attention: sinks has shape {given}; it must be one number for each query head, "
-            f"here {(heads,)}"
+            f"flash_attention: sinks has shape {array.shape}; it must be one number for each query "
+            f"head, here {(heads,)}"
         )
-
-
-def checked_soft_cap(cap: Any) -> float:
-    """A positive number."""
-    number = checked_number("logits_soft_cap", cap, "it is a constant of the model")
-    if not 0 < number < math.inf:
-        raise ValueError(f"flash_attention: logits_soft_cap={cap!r} must be positive and finite")
-    return number
+    return array
 
 
 def checked_dropout(rate: Any, key: Any) -> dict[str, Any]:
     """Rate and key of dropout as keywords of the kernel: none if nothing is dropped."""
-    number = checked_number("dropout_rate", rate, "for no dropout in some calls pass 0.0")
-    if not 0 <= number < 1:
-        raise ValueError(f"flash_attention: dropout_rate={rate!r} must be at least 0 and below 1")
+    advice = "for no dropout in some calls pass 0.0"
+    number = checked_number(_NAME, "dropout_rate", rate, least=0, below=1, advice=advice)
+    if key is not None:
+        key = checked_array(_NAME, "dropout_key", key)
+        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+            key = jax.random.key_data(key)
+        if key.dtype != jnp.uint32 or key.ndim != 1 or not key.size:
+            raise TypeError(
+                f"flash_attention: dropout_key is {key.dtype} of shape {key.shape}; it must be one "
+                "random key, such as jax.random.key(0)"
+            )
     if number == 0:
         return {}
     if key is None:
         raise ValueError(
             f"flash_attention: dropout_rate={rate!r} needs a dropout_key, such as "
             "jax.random.key(0), another one for each step"
-        )
-    if jnp.issubdtype(jnp.result_type(key), jax.dtypes.prng_key):
-        key = jax.random.key_data(key)
-    if jnp.result_type(key) != jnp.uint32 or jnp.ndim(key) != 1:
-        raise TypeError(
-            f"flash_attention: dropout_key is {jnp.result_type(key)} of shape {jnp.shape(key)}; "
-            "it must be one random key, such as jax.random.key(0)"
         )
     return {"dropout_rate": number, "dropout_key": key}
 
@@ -221,7 +220,7 @@ def axis_size(name: Any) -> int:
     """The number of devices along the mesh axis that shares out the sequence."""
     if not isinstance(name, str):
         raise TypeError(
-            f"flash_attention: sequence_axis must be the name of a mesh axis, got {name!r}"
+            f"flash_attention: sequence_axis must be the name of a mesh axis, got {shown(name)}"
         )
     try:
         return int(lax.axis_size(name))

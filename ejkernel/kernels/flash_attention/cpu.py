@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from ejkernel.ops import BwdParams, FwdParams, Invocation, Supports
-from ejkernel.ops.utils.fingerprint import abstractify, is_array
+from ejkernel.native.calling import call
+from ejkernel.ops import BwdParams, FwdParams, Invocation, Limits, Supports
+from ejkernel.ops.core.partition import split
 
+from ..limits import COUNT
 from . import native
 
 if TYPE_CHECKING:
@@ -48,16 +50,6 @@ def native_is_available(inv: Invocation[Any, Any]) -> str | None:
     return why_not(FLASH_ATTENTION)
 
 
-def on_one_device(inv: Invocation[Any, Any]) -> str | None:
-    """None, or which argument is spread over devices: the compiler would gather it for the call."""
-    arrays = {**dict(zip("qkv", inv.args, strict=True)), **inv.kwargs}
-    for name, array in arrays.items():
-        sharding = abstractify(array).sharding if is_array(array) else None
-        if sharding is not None:
-            return f"{name} is sharded over devices ({sharding.spec}); call it inside shard_map"
-    return None
-
-
 FEWEST_ROWS = 24
 
 
@@ -79,7 +71,13 @@ def has_enough_rows(inv: Invocation[Any, Any]) -> str | None:
 CPU = Supports(
     dtypes=native.DTYPES,
     without=("dropout_rate", "dropout_key", "sequence_axis"),
-    rules=(on_one_device, has_enough_rows, native_is_available),
+    rules=(has_enough_rows, native_is_available),
+)
+
+
+# Of longer blocks the C++ functions take as much as there is, and as they have room for.
+CPU_LIMITS = Limits(
+    {f"{way}.{field}": COUNT for way in ("fwd", "bwd") for field in ("q_blocksize", "kv_blocksize")}
 )
 
 
@@ -91,6 +89,8 @@ class FlashAttentionOnCPU:
     with blocks of its own.
     """
 
+    config_type: Any
+    run_xla: Callable[..., Any]
     vjp_xla: Callable[..., Any]
 
     def heuristic_cfg_cpu(self, inv: Invocation[Any, Any]) -> FlashAttentionConfig:
@@ -120,7 +120,17 @@ class FlashAttentionOnCPU:
         **options: Any,
     ) -> tuple[Any, jax.Array]:
         block_q, block_k = _blocks(cfg.fwd, FORWARD)
-        out, lse = native.forward(q, k, v, block_q=block_q, block_k=block_k, **_given(options))
+        arrays, fixed = split((q, k, v, options))
+
+        def in_cpp(*arrays: jax.Array) -> Any:
+            q, k, v, options = fixed.merge(arrays)
+            return native.forward(q, k, v, block_q=block_q, block_k=block_k, **_given(options))
+
+        def by_xla(*arrays: jax.Array) -> Any:
+            q, k, v, options = fixed.merge(arrays)
+            return self.run_xla(q, k, v, cfg=self.config_type(), return_lse=True, **options)
+
+        out, lse = call(in_cpp, by_xla, *arrays)
         return ((out, lse) if return_lse else out), lse
 
     def vjp_cpu(
@@ -146,18 +156,22 @@ class FlashAttentionOnCPU:
         dlse = None
         if return_lse:
             (out, _), (dout, dlse) = out, dout
-        dq, dk, dv, dsinks = native.backward(
-            q,
-            k,
-            v,
-            out,
-            lse,
-            dout,
-            dlse=dlse,
-            block_q=block_q,
-            block_k=block_k,
-            **_given(options),
-        )
+        arrays, fixed = split((q, k, v, out, lse, dout, dlse, options))
+
+        def in_cpp(*arrays: jax.Array) -> tuple[Any, ...]:
+            *given, dlse, options = fixed.merge(arrays)
+            options = {**_given(options), "block_q": block_q, "block_k": block_k}
+            return native.backward(*given, dlse=dlse, **options)
+
+        def by_xla(*arrays: jax.Array) -> tuple[Any, ...]:
+            q, k, v, out, lse, dout, dlse, options = fixed.merge(arrays)
+            if dlse is not None:
+                out, dout = (out, lse), (dout, dlse)
+            options |= {"return_lse": dlse is not None, "differentiated": differentiated}
+            found = self.vjp_xla(lse, out, dout, q, k, v, cfg=self.config_type(), **options)
+            return (*found[:3], found[3].get("sinks"))
+
+        dq, dk, dv, dsinks = call(in_cpp, by_xla, *arrays)
         if dsinks is None:
             return dq, dk, dv
         return dq, dk, dv, {"sinks": dsinks}
@@ -170,7 +184,7 @@ def _forward_blocks(inv: Invocation[Any, Any]) -> Blocks:
     """
     q = inv.args[0]
     rows = q.shape[0] * q.shape[1] * q.shape[2]
-    keys = FORWARD[1] * 64 // max(64, q.shape[3])
+    keys = max(1, FORWARD[1] * 64 // max(64, q.shape[3]))
     return max(24, min(FORWARD[0], rows // (4 * _threads()))), keys
 
 

@@ -3,18 +3,27 @@ r"""Which weights are dropped: a hash of the key and of the weight's own coordin
 Nothing depends on how the work is cut into blocks, on the device or on the implementation: the same
 key drops the same weights everywhere, forward and backward, without a mask in memory.
 
-With :math:`h` a mixing function of 32 bits ("lowbias32"), and all arithmetic modulo :math:`2^{32}`:
+The key's words and the coordinates of a row (batch entry, head, query) are taken up one after the
+other into a state of 64 bits, two numbers of 32 bits, by steps each of which can be undone. With
+:math:`h` a mixing function ("lowbias32") and all arithmetic modulo :math:`2^{32}`:
 
 .. math::
-    r = h(h(h(\text{words of the key}) + b) + \text{head}) + i, \qquad
-    \text{keep}_{bhij} \iff h(h(r) + j) \ge \lfloor 2^{32} \, \text{rate} \rfloor .
+    a \leftarrow h(a \oplus \text{word}), \qquad
+    b \leftarrow h(b + a), \qquad
+    a \leftarrow a \oplus b .
+
+A weight is kept if :math:`h_b(a + j) \ge \lfloor 2^{32} \, \text{rate} \rfloor`, with :math:`j` the
+key's position and :math:`h_b` the same function with :math:`b` taken up halfway: per weight it is
+one operation more than a hash of :math:`a` alone, and two rows have the same mask only if both
+numbers are the same.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 
 def keep_mask(
@@ -38,16 +47,26 @@ def keep_mask(
     >>> 700 < int(keep.sum()) < 800
     True
     """
-    state = jnp.uint32(0)
-    for word in range(key.shape[0]):
-        state = _mix(state + key[word])
-    for coordinate in (batch, head, query, kv):
-        state = _mix(state + jnp.asarray(coordinate).astype(jnp.uint32))
-    keep: jax.Array = state >= jnp.uint32(min(int(rate * 2**32), 2**32 - 1))
+    first, second = jnp.uint32(0), jnp.uint32(0x9E3779B9)
+    words = [key[i] for i in range(key.shape[0])]
+    for word in (*words, *(_uint32(x) for x in (batch, head, query))):
+        first = _mix(first ^ word)
+        second = _mix(second + first)
+        first = first ^ second
+    found = _mix(first + _uint32(kv), second)
+    keep: jax.Array = found >= jnp.uint32(min(int(rate * 2**32), 2**32 - 1))
     return keep
 
 
-def _mix(x: jax.Array) -> jax.Array:
-    x = (x ^ lax.shift_right_logical(x, jnp.uint32(16))) * jnp.uint32(0x7FEB352D)
-    x = (x ^ lax.shift_right_logical(x, jnp.uint32(15))) * jnp.uint32(0x846CA68B)
-    return x ^ lax.shift_right_logical(x, jnp.uint32(16))
+def _uint32(x: Any) -> jax.Array:
+    found: jax.Array = jnp.asarray(x).astype(jnp.uint32)
+    return found
+
+
+def _mix(x: jax.Array, halfway: jax.Array | None = None) -> jax.Array:
+    x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x7FEB352D)
+    if halfway is not None:
+        x = x ^ halfway
+    x = (x ^ (x >> jnp.uint32(15))) * jnp.uint32(0x846CA68B)
+    found: jax.Array = x ^ (x >> jnp.uint32(16))
+    return found

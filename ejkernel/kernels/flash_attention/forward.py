@@ -25,9 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..promotion import usual_promotion
 from .diagonal import Strip, strips
+from .finite import keys_that_stay_apart, may_hide
 from .layout import (
     Index,
+    counting,
     filled,
     float32,
     from_rows,
@@ -44,6 +47,7 @@ from .tile import Tile, padded
 from .tiling import Needed, Tiling
 
 
+@usual_promotion
 def forward(
     q: jax.Array,
     k: jax.Array,
@@ -74,6 +78,8 @@ def forward(
     tiling = Tiling.of(q, k, block_q, block_k)
     options = padded(Options(**keywords), tiling)
     slices = Slices.of(q, k, block_heads)
+    if may_hide(options):
+        k, v = keys_that_stay_apart(k, v)
     q = pad(q, tiling.padded_q_len, 1)
     k, v = pad(k, tiling.padded_k_len, 1), pad(v, tiling.padded_k_len, 1)
     # The log-sum-exp travels as one more array of rows, with a single feature.
@@ -199,7 +205,7 @@ class _Softmax(NamedTuple):
         largest, total, weighted = self
         empty = lax.eq(total, np.float32(0))
         if options.q_lengths is not None:
-            row = jnp.arange(tiling.block_q * tiling.group).reshape(-1, 1) // tiling.group
+            row = counting(tiling.block_q * tiling.group).reshape(-1, 1) // np.int32(tiling.group)
             row = row + times(i, tiling.block_q) + options.first_query
             empty = empty | (row >= options.q_lengths.reshape(-1, 1, 1, 1))
             weighted = jnp.where(empty, 0.0, weighted)

@@ -7,18 +7,40 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from ejkernel.ops import BwdParams, Dimension, FwdParams, Invocation, Kernel, NearShapes, Supports
+from ejkernel.ops import (
+    BwdParams,
+    Dimension,
+    FwdParams,
+    Invocation,
+    Kernel,
+    Limits,
+    NearShapes,
+    Partitioning,
+    Shards,
+    Supports,
+)
 
+from ..limits import COUNT
 from . import accelerators, ring, xla
 from .blocks import Blocks, candidate_blocks, default_blocks
-from .cpu import CPU, FlashAttentionOnCPU
+from .cpu import CPU, CPU_LIMITS, FlashAttentionOnCPU
 from .diagonal import UNCUT
 from .inputs import make_inputs
 from .options import BY_EXAMPLE
 from .reference import attention_reference_by_rows
 
 Out = jax.Array | tuple[jax.Array, jax.Array]
+
+XLA_LIMITS = Limits(
+    {
+        f"{way}.{field}": COUNT  # longer blocks than sequences are cut
+        for way in ("fwd", "bwd")
+        for field in ("q_blocksize", "kv_blocksize", "blocksize_heads")
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +67,11 @@ class FlashAttention(
 
     version = "1"
     supports: ClassVar[Mapping[str, Supports]] = {"cpu": CPU, **accelerators.SUPPORTS}
+    limits: ClassVar[Mapping[str, Limits]] = {
+        "xla": XLA_LIMITS,
+        "cpu": CPU_LIMITS,
+        **accelerators.LIMITS,
+    }
     # Blocks are chosen for a length; the number of sequences hardly matters, and a block that is
     # longer than a sequence is cut to it.
     near_shapes = NearShapes(
@@ -55,6 +82,27 @@ class FlashAttention(
 
     def __init__(self) -> None:
         super().__init__(name="flash_attention")
+
+    def partitioning(self, inv: Invocation[Any, Any]) -> Partitioning:
+        lse = ", b (k g) s" if inv.kwargs.get("return_lse") else ""
+        return Partitioning(
+            "b s (k g) d, b t k d, b t k e -> b s (k g) e" + lse,
+            keywords={
+                "bias": "b (k g) s t",
+                "mask": "b (k g) s t",
+                "segment_ids": "b s",
+                "kv_segment_ids": "b t",
+                "sinks": "(k g)",
+                "q_lengths": "b",
+                "kv_lengths": "b",
+            },
+            independent="b k g",
+            localize=_with_own_dropout,
+        )
+
+    def entries_are_independent(self, *args: Any, **options: Any) -> bool:
+        # What is dropped depends on the number of the entry.
+        return options.get("dropout_key") is None
 
     def heuristic_cfg(self, inv: Invocation[Any, Any]) -> FlashAttentionConfig:
         return _config(_default_blocks(inv, backward=False), _default_blocks(inv, backward=True))
@@ -134,6 +182,19 @@ class FlashAttention(
             (out, _), (dout, dlse) = out, dout
         options["differentiate_bias"] = "bias" in differentiated
         return run(q, k, v, out, lse, dout, dlse=dlse, **blocks, **options)
+
+
+def _with_own_dropout(
+    args: tuple[Any, ...], kwargs: dict[str, Any], shards: Shards
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Weights are dropped by their place in the whole call: where the part at hand begins in it."""
+    if kwargs.get("dropout_key") is None:
+        return args, kwargs
+    examples, _, heads, _ = args[0].shape
+    # Query heads are cut between key heads, or where there is one key head, between themselves.
+    head = shards.index("k") + shards.index("g")
+    first = {"first_example": shards.index("b") * examples, "first_head": head * heads}
+    return args, {**kwargs, **{n: jnp.asarray(x, np.int32) for n, x in first.items()}}
 
 
 def _default_blocks(inv: Invocation[Any, Any], *, backward: bool) -> Blocks:

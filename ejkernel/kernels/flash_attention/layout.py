@@ -187,6 +187,11 @@ def _int32(index: Index) -> Any:
     return np.int32(index) if isinstance(index, int) else index
 
 
+def counting(size: int) -> jax.Array:
+    """`0 … size - 1` as int32, whatever JAX's default is."""
+    return lax.iota(np.int32, size)
+
+
 def ceil_div(a: int, b: int) -> int:
     """How many blocks of `b` cover `a`."""
     return -(-a // b)

@@ -21,11 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Window = tuple[int | None, int | None]
+from ..promotion import usual_promotion
+from .options import Window, limited
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+@usual_promotion
 def forward(
     q: jax.Array,
     k: jax.Array,
@@ -76,8 +78,7 @@ def forward(
         q,
         k,
         v,
-        *_of_scores(q_lengths, kv_lengths, segment_ids, kv_segment_ids, mask, bias),
-        _optional(sinks, jnp.float32),
+        *_of_scores(q_lengths, kv_lengths, segment_ids, kv_segment_ids, mask, bias, sinks),
     )
     out, lse = _call(
         "ejkernel_flash_attention_forward",
@@ -88,6 +89,7 @@ def forward(
     return out.astype(dtype), lse
 
 
+@usual_promotion
 def backward(
     q: jax.Array,
     k: jax.Array,
@@ -130,33 +132,20 @@ def backward(
         q,
         k,
         v,
-        *_of_scores(q_lengths, kv_lengths, segment_ids, kv_segment_ids, mask, bias),
+        *_of_scores(q_lengths, kv_lengths, segment_ids, kv_segment_ids, mask, bias, sinks),
         out.astype(q.dtype),
         dout.astype(q.dtype),
         lse,
         _optional(dlse, jnp.float32),
     )
-    dq, dk, dv = _call(
+    by_row = (0,) if sinks is None else lse.shape
+    dq, dk, dv, dsinks = _call(
         "ejkernel_flash_attention_backward",
-        tuple((x.shape, x.dtype) for x in (q, k, v)),
+        (*((x.shape, x.dtype) for x in (q, k, v)), (by_row, jnp.float32)),
         operands,
         _attributes(causal, softmax_scale, window, logits_soft_cap, block_q, block_k),
     )
-    if sinks is None:
-        return dq, dk, dv, None
-    return dq, dk, dv, _sink_gradient(sinks, out, lse, dout, dlse)
-
-
-def _sink_gradient(
-    sinks: jax.Array, out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None
-) -> jax.Array:
-    """A sink takes weight from all values and adds to the log-sum-exp."""
-    slope = -jnp.einsum("bqhd,bqhd->bhq", dout.astype(jnp.float32), out.astype(jnp.float32))
-    if dlse is not None:
-        slope += dlse
-    seen = lse != -jnp.inf
-    weight = jnp.exp(sinks.astype(jnp.float32)[:, None] - jnp.where(seen, lse, jnp.inf))
-    return jnp.sum(jnp.where(seen, weight * slope, 0.0), axis=(0, 2))
+    return dq, dk, dv, None if sinks is None else jnp.sum(dsinks, axis=(0, 2))
 
 
 def _call(
@@ -197,6 +186,7 @@ def _of_scores(
     kv_segment_ids: jax.Array | None,
     mask: jax.Array | None,
     bias: jax.Array | None,
+    sinks: jax.Array | None,
 ) -> tuple[jax.Array, ...]:
     """What says which scores count, and what is added to them."""
     of_keys = segment_ids if kv_segment_ids is None else kv_segment_ids
@@ -205,6 +195,7 @@ def _of_scores(
         *(_optional(array, jnp.int32) for array in integers),
         _optional(mask, jnp.bool_),
         _optional(bias, jnp.float32),
+        _optional(sinks, jnp.float32),
     )
 
 
@@ -221,7 +212,7 @@ def _attributes(
     block_q: int,
     block_k: int,
 ) -> dict[str, Any]:
-    left, right = window or (None, None)
+    left, right = limited(window) or (None, None)
     return {
         "causal": np.int64(causal),
         "scale": np.float32(softmax_scale),

@@ -15,6 +15,18 @@ BY_EXAMPLE = ("segment_ids", "q_lengths", "kv_lengths")
 Window = tuple[int | None, int | None]
 
 
+# Positions and their sums with a side of a window are int32.
+_FARTHEST = 2**30
+
+
+def limited(window: Window | None) -> Window | None:
+    """The window with sides that positions can be added to."""
+    if window is None:
+        return None
+    left, right = (None if side is None else min(side, _FARTHEST) for side in window)
+    return left, right
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """The options of one call, under the names that users give them.
@@ -23,7 +35,8 @@ class Options:
     `mask` with four axes, `window` a pair, `dropout_key` the `uint32` words of a key.
 
     The fields `first_*` say where the arrays at hand begin: in the whole sequence, where it is
-    shared out to several devices, and in the whole batch, where it is worked off in slices.
+    shared out to several devices, and in the whole batch, where it is sharded or worked off in
+    slices.
     """
 
     causal: bool
@@ -47,6 +60,7 @@ class Options:
     def __post_init__(self) -> None:
         if self.segment_ids is not None and self.kv_segment_ids is None:
             object.__setattr__(self, "kv_segment_ids", self.segment_ids)
+        object.__setattr__(self, "window", limited(self.window))
 
     @property
     def band(self) -> Window:

@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from ..promotion import usual_promotion
 from .options import Options
 from .pallas_gpu_call import (
     Call,
@@ -42,6 +43,7 @@ from .pallas_tiles import (
 )
 
 
+@usual_promotion
 def forward(
     q: jax.Array,
     k: jax.Array,
@@ -138,6 +140,7 @@ def forward(
     return out, lse
 
 
+@usual_promotion
 def backward(
     q: jax.Array,
     k: jax.Array,

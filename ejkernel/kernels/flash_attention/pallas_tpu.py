@@ -28,6 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ..promotion import usual_promotion
 from .options import Options
 from .pallas_tiles import (
     LOWEST_MAXIMUM,
@@ -49,6 +50,7 @@ from .pallas_tpu_call import (
 )
 
 
+@usual_promotion
 def forward(
     q: jax.Array,
     k: jax.Array,
@@ -101,6 +103,7 @@ def forward(
     return out[:, :, :q_len].swapaxes(1, 2), lse[:, :, 0, :q_len]
 
 
+@usual_promotion
 def backward(
     q: jax.Array,
     k: jax.Array,

@@ -7,11 +7,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ejkernel.ops.utils.serialize import is_symbolic
+
+from ..dtypes import accumulation_dtype
+from ..promotion import usual_promotion
 from .dropout import keep_mask
 from .layout import ceil_div, pad
 from .options import Options, Window
 
 
+@usual_promotion
 def attention_reference(
     q: jax.Array,
     k: jax.Array,
@@ -68,9 +73,10 @@ def attention_reference(
         first_query: Position of the first row of ``q`` in its sequence.
 
     Returns:
-        ``(batch, q_len, q_heads, value_dim)`` in the dtype of ``q``, computed in float32; and, if
-        asked for, the float32 ``(batch, q_heads, q_len)`` log-sum-exp. A query that sees no key
-        gives zeros and minus infinity, sink or not, and all its gradients are zero.
+        ``(batch, q_len, q_heads, value_dim)`` in the dtype of ``q``, computed in float32 (float64
+        for float64); and, if asked for, the ``(batch, q_heads, q_len)`` log-sum-exp in the dtype of
+        the computation. A query that sees no key gives zeros and minus infinity, sink or not, and
+        all its gradients are zero.
 
     Example:
         >>> import jax.numpy as jnp
@@ -84,14 +90,10 @@ def attention_reference(
     exact = jax.lax.Precision.HIGHEST
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     repeat = q_heads // kv_heads
-    every_k = jnp.repeat(k.astype(jnp.float32), repeat, axis=2)
-    every_v = jnp.repeat(v.astype(jnp.float32), repeat, axis=2)
-
-    scores = scale * jnp.einsum("bqhd,bkhd->bhqk", q.astype(jnp.float32), every_k, precision=exact)
-    if logits_soft_cap is not None:
-        scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
-    if bias is not None:
-        scores = scores + bias.astype(jnp.float32)
+    wide = accumulation_dtype(q.dtype)
+    exact_q = q.astype(wide)
+    every_k = jnp.repeat(k.astype(wide), repeat, axis=2)
+    every_v = jnp.repeat(v.astype(wide), repeat, axis=2)
 
     row, key = jnp.arange(q_len)[:, None] + first_query, jnp.arange(k_len)[None, :]
     left, right = Options(causal, scale, window=window).band
@@ -109,6 +111,21 @@ def attention_reference(
         visible &= (row < q_lengths[:, None, None])[:, None]
     if kv_lengths is not None:
         visible &= (key < kv_lengths[:, None, None])[:, None]
+
+    # Zero times NaN would be NaN, and so would be the derivative of what is hidden. So numbers that
+    # are not finite leave the products, and those who see them get NaN through their scores.
+    bad_query = jnp.any(~jnp.isfinite(exact_q), axis=3).swapaxes(1, 2)[..., None]
+    bad_key = jnp.any(~jnp.isfinite(every_k), axis=3) | jnp.any(~jnp.isfinite(every_v), axis=3)
+    bad_key = bad_key.swapaxes(1, 2)[:, :, None]
+    exact_q, every_k, every_v = (
+        jnp.where(jnp.isfinite(x), x, 0.0) for x in (exact_q, every_k, every_v)
+    )
+    scores = scale * jnp.einsum("bqhd,bkhd->bhqk", exact_q, every_k, precision=exact)
+    scores = jnp.where(visible, jnp.where(bad_query | bad_key, jnp.nan, scores), 0.0)
+    if logits_soft_cap is not None:
+        scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
+    if bias is not None:
+        scores = scores + bias.astype(wide)
     scores = jnp.where(visible, scores, -jnp.inf)
 
     # Subtracting the row maximum changes nothing but the range. A row without keys has the maximum
@@ -116,7 +133,7 @@ def attention_reference(
     row_max = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
     empty = jnp.isneginf(row_max)
     if sinks is not None:
-        sinks = sinks.astype(jnp.float32).reshape(1, q_heads, 1, 1)
+        sinks = sinks.astype(wide).reshape(1, q_heads, 1, 1)
         row_max = jnp.maximum(row_max, sinks)
     shift = jax.lax.stop_gradient(jnp.where(jnp.isneginf(row_max), 0.0, row_max))
     weights = jnp.exp(scores - shift)
@@ -124,15 +141,15 @@ def attention_reference(
     if sinks is not None:
         total = total + jnp.exp(sinks - shift)
     total = jnp.where(empty, 1.0, total)
-    probabilities = weights / total
+    probabilities = jnp.where(visible, weights / total, 0.0)  # in a row of NaN too
     if dropout_key is not None:
         keep = keep_mask(
             dropout_rate,
             dropout_key,
             jnp.arange(batch).reshape(batch, 1, 1, 1),
-            jnp.arange(q_heads).reshape(q_heads, 1, 1),
-            row,
-            key,
+            jnp.arange(q_heads).reshape(1, q_heads, 1, 1),
+            row[None, None],
+            key[None, None],
         )
         probabilities = jnp.where(keep, probabilities / (1 - dropout_rate), 0.0)
 
@@ -142,11 +159,14 @@ def attention_reference(
     return out, jnp.where(empty, -jnp.inf, shift + jnp.log(total))[..., 0]
 
 
+@usual_promotion
 def attention_reference_by_rows(
     q: jax.Array, k: jax.Array, v: jax.Array, *, most_scores: int = 2**24, **options: Any
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """The same, some queries at a time, such that no more scores than this exist at once."""
     batch, q_len, q_heads, _ = q.shape
+    if any(map(is_symbolic, (*q.shape, *k.shape))):
+        return attention_reference(q, k, v, **options)
     rows = max(1, most_scores // max(1, batch * q_heads * k.shape[1]))
     if rows >= q_len:
         return attention_reference(q, k, v, **options)

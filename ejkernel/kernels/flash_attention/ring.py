@@ -25,12 +25,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..promotion import usual_promotion
 from .backward import Gradients, partial_gradients, sinks_gradient, softmax_statistics
 from .forward import forward
 from .layout import block, filled, loop, set_block
 from .options import Options
 
 
+@usual_promotion
 def ring_forward(
     q: jax.Array,
     k: jax.Array,
@@ -71,6 +73,7 @@ def ring_forward(
     return out.astype(q.dtype), lse
 
 
+@usual_promotion
 def ring_backward(
     q: jax.Array,
     k: jax.Array,
@@ -90,7 +93,7 @@ def ring_backward(
     """As `backward`, with the sequence shared out over `sequence_axis`."""
     options = Options(**keywords)
     ring = _Ring.of(sequence_axis)
-    lse, delta = softmax_statistics(out, lse, dout, dlse)
+    rows = softmax_statistics(out, lse, dout, dlse)
 
     def step(t: Any, state: Any) -> Any:
         share, dk, dv, dq, by_keyword = state
@@ -99,8 +102,7 @@ def ring_backward(
             q,
             share.k,
             share.v,
-            lse,
-            delta,
+            rows,
             dout,
             options=ring.options(options, share, owner, q.shape[1], k.shape[1]),
             block_q=block_q,
@@ -121,7 +123,7 @@ def ring_backward(
     start: Any = (_Share(k, v, options.kv_segment_ids), *zeros, by_keyword)
     _, dk, dv, dq, by_keyword = loop(0, ring.size, step, start)
     if options.sinks is not None:
-        by_keyword = {**by_keyword, "sinks": sinks_gradient(options.sinks, lse, delta)}
+        by_keyword = {**by_keyword, "sinks": sinks_gradient(options.sinks, rows)}
     return Gradients(dq, dk, dv, by_keyword)
 
 

@@ -45,8 +45,13 @@ class Slices:
     def count(self) -> int:
         return (self.batch // self.examples) * (self.kv_heads // self.heads)
 
-    def each(self, body: Callable[[Slice, State], State], state: State) -> State:
-        """Pass the state through `body`, once for every slice."""
+    def each(
+        self,
+        body: Callable[[Slice, State], State],
+        state: State,
+        only_if: jax.Array | None = None,
+    ) -> State:
+        """Pass the state through `body`, once for every slice; not at all unless `only_if`."""
 
         def step(n: Index, state: State) -> State:
             rows = self.kv_heads // self.heads
@@ -57,7 +62,10 @@ class Slices:
             size = np.int32(rows)
             return body(Slice(self, lax.div(n, size), lax.rem(n, size)), state)
 
-        return loop(0, self.count, step, state)
+        end: Index = self.count
+        if only_if is not None:
+            end = lax.mul(lax.convert_element_type(only_if, np.int32), np.int32(end))
+        return loop(0, end, step, state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +128,8 @@ class Slice:
             q_lengths=examples(options.q_lengths),
             kv_lengths=examples(options.kv_lengths),
             sinks=None if sinks is None else block(sinks, self.head, rows, 0),
-            first_example=times(self.example, self.slices.examples),
-            first_head=times(self.head, rows),
+            first_example=options.first_example + times(self.example, self.slices.examples),
+            first_head=options.first_head + times(self.head, rows),
         )
 
     def _take(self, x: jax.Array, head_axis: int, heads: int) -> jax.Array:

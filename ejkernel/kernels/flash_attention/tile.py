@@ -16,7 +16,7 @@ from jax import lax
 
 from ..slicing import put
 from .dropout import keep_mask
-from .layout import Index, block, float32, minus, pad, plus, times
+from .layout import Index, block, counting, float32, minus, pad, plus, times
 from .options import Options
 from .tiling import Tiling
 
@@ -56,15 +56,17 @@ class Tile:
         shape = products.shape
         scores = self._with_five_axes(products)
         scores, slope = self._capped(scores)
-        slope = None if slope is None else lax.reshape(slope, shape)
         if options.bias is not None:
             scores = lax.add(scores, float32(self._part(options.bias, i, j)))
         if masked:
-            hidden = lax.full_like(scores, -jnp.inf)
+            hidden, zeros = lax.full_like(scores, -jnp.inf), lax.full_like(scores, 0)
             visible = self._visible(i, j)
             if visible is not None:
                 visible = lax.broadcast_in_dim(visible, scores.shape, range(5))
                 scores = lax.select(visible, scores, hidden)
+                # The slope of a product that is NaN would be NaN.
+                slope = None if slope is None else lax.select(visible, slope, zeros)
+        slope = None if slope is None else lax.reshape(slope, shape)
         return lax.reshape(scores, shape), slope
 
     def on_diagonal(self, products: jax.Array, queries: int) -> jax.Array:
@@ -87,14 +89,14 @@ class Tile:
             return weights
         five = self._with_five_axes(weights)
         batch, kv_heads, queries, group, keys = self._canonical(five.shape)
-        heads = jnp.arange(kv_heads * group).reshape(kv_heads, 1, group, 1)
+        heads = counting(kv_heads * group).reshape(1, kv_heads, 1, group, 1)
         keep = keep_mask(
             rate,
             key,
-            jnp.arange(batch).reshape(batch, 1, 1, 1, 1) + self.options.first_example,
+            counting(batch).reshape(batch, 1, 1, 1, 1) + self.options.first_example,
             heads + self.options.first_head,
-            jnp.arange(queries).reshape(queries, 1, 1) + self._first_query(i),
-            jnp.arange(keys) + self._first_key(j),
+            counting(queries).reshape(1, 1, queries, 1, 1) + self._first_query(i),
+            counting(keys).reshape(1, 1, 1, 1, keys) + self._first_key(j),
         )
         kept = jnp.where(self._placed(keep), five * np.float32(1 / (1 - rate)), 0.0)
         return lax.reshape(kept, weights.shape)

@@ -8,7 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .layout import Index, ceil_div, clamp, larger, minus, pad, plus, quotient, smaller, times
+from .layout import (
+    Index,
+    ceil_div,
+    clamp,
+    counting,
+    larger,
+    minus,
+    pad,
+    plus,
+    quotient,
+    smaller,
+    times,
+)
 from .options import Options
 
 
@@ -193,9 +205,10 @@ def _id_bounds(
     size = ceil_div(length, blocks)
     if ids is None:
         ids = jnp.zeros((1, length), jnp.int32)
-    exists = jnp.arange(blocks * size)[None] < length
+    position = counting(blocks * size)[None]
+    exists = position < length
     if lengths is not None:
-        exists = exists & (jnp.arange(blocks * size)[None] + first < lengths[:, None])
+        exists = exists & (position + first < lengths[:, None])
     ids = pad(ids.astype(jnp.int32), blocks * size, 1)
     limits = np.iinfo(np.int32)
     low, high = jnp.where(exists, ids, limits.max), jnp.where(exists, ids, limits.min)

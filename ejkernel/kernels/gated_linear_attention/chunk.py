@@ -50,6 +50,9 @@ Sums = TypeVar("Sums")
 # unlike those of -inf, of which a product with a zero is NaN.
 FORGET = -1e30
 
+# The same at the first token of a segment, so that it can be told from decays that users give.
+START = 2 * FORGET
+
 
 class Gradients(NamedTuple):
     """Gradients of what went into a chunk; ``g`` is None if it was."""
@@ -82,7 +85,8 @@ class Chunk:
     ) -> tuple[jax.Array, jax.Array]:
         """The transposed state after the chunk, and the outputs."""
         decays = self._decays(g, q)
-        out = self._dot(self._inside(q, k, g), v) + self._dot_t(decays.begin(q), state)
+        before = decays.rows_begin(self._dot_t(decays.begin(q), state))
+        out = self._dot(self._inside(q, k, g), v) + before
         return self._next_state(state, decays, k, v), out
 
     def advance(
@@ -103,17 +107,16 @@ class Chunk:
     ) -> Gradients:
         """Gradients, from the state before the chunk and the gradient of the one after it."""
         decays = self._decays(g, q)
-        early, late = decays.begin(q), decays.end(k)
         d_early, d_late = self._dot(dout, state), self._dot(v, dstate)
         inside = self._inside(q, k, g)
         dq, dk, dg = self._inside_backward(q, k, g, self._dot_t(dout, v))
-        dv = self._t_dot(inside, dout) + self._dot_t(late, dstate)
-        dstate_before = decays.whole(dstate) + self._t_dot(dout, early)
+        dv = self._t_dot(inside, dout) + decays.rows_end(self._dot_t(decays.end(k), dstate))
+        dstate_before = decays.whole(dstate) + self._t_dot(dout, decays.begin(q))
         if g is not None:
-            whole = jnp.sum(decays.whole(dstate) * state, axis=0, keepdims=True)
+            whole = jnp.sum(decays.whole(dstate * state), axis=0, keepdims=True)
             by_channel = (
-                self._sum(self._triangle().T, early * d_early)
-                + self._sum(self._behind().T, late * d_late)
+                decays.rows_begin(self._sum(self._triangle().T, decays.begin(q * d_early)))
+                + decays.rows_end(self._sum(self._behind().T, decays.end(k * d_late)))
                 + whole
             )
             if g.shape[1] == 1:
@@ -149,7 +152,7 @@ class Chunk:
         if g is None:
             return jnp.where(j <= t, scores, 0.0)
         if g.shape[1] == 1:
-            return jnp.where(j <= t, scores * jnp.exp(self._between(g)), 0.0)
+            return jnp.where(j <= t, _decayed(scores, jnp.exp(self._between(g))), 0.0)
 
         def add_level(level: Level, weights: jax.Array) -> jax.Array:
             decay = self._from_middle(g, level)
@@ -165,9 +168,12 @@ class Chunk:
             dscores = jnp.where(j <= t, dweights, 0.0)
             return self._dot(dscores, k), self._t_dot(dscores, q), None
         if g.shape[1] == 1:
-            dscores = jnp.where(j <= t, dweights * jnp.exp(self._between(g)), 0.0)
-            dbetween = self._sum(self._triangle().T, dscores * self._dot_t(q, k))
-            dg = jnp.sum(jnp.where(j < t, dbetween, 0.0), axis=1, keepdims=True)
+            decay = jnp.exp(self._between(g))
+            dscores = jnp.where(j <= t, _decayed(dweights, decay), 0.0)
+            dweights_scores = jnp.where(j <= t, _decayed(dweights * self._dot_t(q, k), decay), 0.0)
+            dbetween = self._sum(self._triangle().T, dweights_scores)
+            between = (j < t) & (decay != 0.0)
+            dg = jnp.sum(jnp.where(between, dbetween, 0.0), axis=1, keepdims=True)
             return self._dot(dscores, k), self._t_dot(dscores, q), dg
         diagonal = jnp.where(j == t, dweights, 0.0)
 
@@ -177,9 +183,12 @@ class Chunk:
             dq, dk, dg = sums
             decay = self._from_middle(g, level)
             dscores = jnp.where(self._pairs(level), dweights, 0.0)
-            dq_level = self._dot(dscores, k * decay) * decay
-            dk_level = self._t_dot(dscores, q * decay) * decay
-            dg = dg + self._sum(self._middle(level).T, q * dq_level + k * dk_level)
+            dq_level = _decayed(self._dot(dscores, k * decay), decay)
+            dk_level = _decayed(self._t_dot(dscores, q * decay), decay)
+            terms = q * dq_level + k * dk_level
+            # Zero times what has overflown, in another segment, would be NaN.
+            terms = jnp.where(jnp.abs(terms) < jnp.inf, terms, 0.0)
+            dg = dg + self._sum(self._middle(level).T, terms)
             return dq + dq_level, dk + dk_level, dg
 
         start = self._dot(diagonal, k), self._t_dot(diagonal, q), jnp.zeros_like(g)
@@ -269,10 +278,35 @@ class _Decays(NamedTuple):
     all: jax.Array | None
 
     def begin(self, x: jax.Array) -> jax.Array:
-        return x if self.begin_to is None else x * self.begin_to
+        return _decayed(x, self.begin_to)
 
     def end(self, x: jax.Array) -> jax.Array:
-        return x if self.to_end is None else x * self.to_end
+        return _decayed(x, self.to_end)
 
     def whole(self, x: jax.Array) -> jax.Array:
-        return x if self.all is None else x * self.all
+        return _decayed(x, self.all)
+
+    def rows_begin(self, x: jax.Array) -> jax.Array:
+        """The rows of tokens that the chunk's beginning reaches, zeros for the others.
+
+        A product with a row of zeros would do, were there no infinities in the state.
+        """
+        return _rows_reached(x, self.begin_to)
+
+    def rows_end(self, x: jax.Array) -> jax.Array:
+        """Likewise of the tokens that reach the chunk's end."""
+        return _rows_reached(x, self.to_end)
+
+
+def _decayed(x: jax.Array, decay: jax.Array | None) -> jax.Array:
+    """``x`` after a decay; of what is forgotten not even an infinity is left."""
+    if decay is None:
+        return x
+    return jnp.where(decay == 0.0, 0.0, x * decay)
+
+
+def _rows_reached(x: jax.Array, decay: jax.Array | None) -> jax.Array:
+    """The rows of which a decay leaves something in some channel, zeros for the others."""
+    if decay is None:
+        return x
+    return jnp.where(jnp.max(decay, axis=1, keepdims=True) == 0.0, 0.0, x)

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 import jax
 
-from ejkernel.ops import Dimension, Invocation, Kernel, NearShapes, Supports, device_kind
+from ejkernel.ops import (
+    Dimension,
+    Invocation,
+    Kernel,
+    Limit,
+    Limits,
+    NearShapes,
+    Partitioning,
+    Supports,
+    device_kind,
+)
 
+from ..limits import COUNT, TRITON_SIDE, WARPS
 from . import xla
 from .reference import gated_linear_attention_reference
+from .segments import NotFinite
 
 Result: TypeAlias = jax.Array | tuple[jax.Array, jax.Array]
 
@@ -56,11 +69,41 @@ def _dims_fit_a_gpu(inv: Invocation[Any, Any]) -> str | None:
     return None
 
 
+def _value_blocks_are_whole(
+    cfg: GatedLinearAttentionConfig, inv: Invocation[Any, Any]
+) -> str | None:
+    value_dim = inv.args[2].shape[3]
+    if cfg.value_block is None or value_dim % cfg.value_block == 0:
+        return None
+    return f"value_block={cfg.value_block} must divide value_dim, which is {value_dim}"
+
+
+_MOST_TOKENS = 1024  # of a chunk: the products of its tokens with each other are all in memory
+
+LIMITS = {
+    # A chunk is halved until single tokens are left.
+    "xla": Limits(
+        {
+            "chunk_size": Limit(least=1, most=_MOST_TOKENS, power_of_two=True),
+            "bwd_chunk_size": Limit(least=1, most=_MOST_TOKENS, power_of_two=True),
+            "rows": COUNT,
+            "bwd_rows": COUNT,
+        }
+    ),
+    "pallas": Limits({"chunk_size": Limit(least=8, most=_MOST_TOKENS, power_of_two=True)}),
+    "triton": Limits(
+        {"chunk_size": TRITON_SIDE, "value_block": TRITON_SIDE, "num_warps": WARPS},
+        rules=(_value_blocks_are_whole,),
+    ),
+}
+
+
 class GatedLinearAttention(Kernel[GatedLinearAttentionConfig, Any]):
     """`S_t = diag(exp(g_t)) S_{t-1} + k_tᵀ v_t`, `o_t = scale · q_t S_t`.
 
     Arguments are `q, k, v` as `(batch, length, heads, features)`, and `g` if there is a decay;
-    keywords `scale`, and `initial_state` and `return_state` where they are wanted. Use
+    keywords `scale`, and `initial_state`, `return_state` and `segments` (there are starts of
+    segments in `g`) where they are wanted. Use
     `ejkernel.modules.gated_linear_attention`, which checks them.
     """
 
@@ -68,6 +111,7 @@ class GatedLinearAttention(Kernel[GatedLinearAttentionConfig, Any]):
     near_shapes = NearShapes(
         Dimension(axis=0, rounding="nearest"), Dimension(axis=1, rounding="nearest"), within=4.0
     )
+    limits: ClassVar[Mapping[str, Limits]] = LIMITS
     supports: ClassVar[Mapping[str, Supports]] = {
         "pallas": Supports(dtypes=("float32", "bfloat16"), rules=(_dims_fit_a_tpu,)),
         "triton": Supports(dtypes=("float32", "bfloat16", "float16"), rules=(_dims_fit_a_gpu,)),
@@ -75,6 +119,17 @@ class GatedLinearAttention(Kernel[GatedLinearAttentionConfig, Any]):
 
     def __init__(self) -> None:
         super().__init__(name="gated_linear_attention")
+
+    def partitioning(self, inv: Invocation[Any, Any]) -> Partitioning:
+        decay = ""
+        if len(inv.args) == 4:
+            decay = ", b t h d" if len(inv.args[3].shape) == 4 else ", b t h"
+        state = ", b h d e" if inv.kwargs.get("return_state") else ""
+        return Partitioning(
+            f"b t h d, b t h d, b t h e{decay} -> b t h e{state}",
+            keywords={"initial_state": "b h d e"},
+            independent="b h",
+        )
 
     # --- configs ----------------------------------------------------------------------------------
 
@@ -149,10 +204,14 @@ class GatedLinearAttention(Kernel[GatedLinearAttentionConfig, Any]):
         scale: float,
         initial_state: jax.Array | None = None,
         return_state: bool = False,
+        segments: bool = False,
     ) -> Result:
-        out, state = xla.forward(
-            q, k, v, g, initial_state, scale=scale, chunk_size=cfg.chunk_size, rows=cfg.rows
+        forward: Callable[..., Any] = partial(
+            xla.forward, scale=scale, chunk_size=cfg.chunk_size, rows=cfg.rows, segments=segments
         )
+        if segments and cfg.chunk_size > 1:
+            forward = _segments_apart(forward)
+        out, state = forward(q, k, v, g, initial_state)
         return (out, state) if return_state else out
 
     def custom_vjp_xla(
@@ -163,7 +222,17 @@ class GatedLinearAttention(Kernel[GatedLinearAttentionConfig, Any]):
         cotangents: tuple[jax.Array, ...],
     ) -> tuple[Any, ...]:
         q, k, v, *g = primals
-        found = xla.backward(
+        segments = kwargs.get("segments", False)
+        backward: Callable[..., xla.Gradients] = partial(
+            xla.backward,
+            scale=kwargs["scale"],
+            chunk_size=cfg.bwd_chunk_size,
+            rows=cfg.bwd_rows,
+            segments=segments,
+        )
+        if segments and cfg.bwd_chunk_size > 1:
+            backward = _gradients_apart(backward, kwargs.get("initial_state"))
+        found = backward(
             q,
             k,
             v,
@@ -171,9 +240,6 @@ class GatedLinearAttention(Kernel[GatedLinearAttentionConfig, Any]):
             kwargs.get("initial_state"),
             cotangents[0],
             cotangents[1] if len(cotangents) == 2 else None,
-            scale=kwargs["scale"],
-            chunk_size=cfg.bwd_chunk_size,
-            rows=cfg.bwd_rows,
         )
         return _gradients(found, kwargs)
 
@@ -202,12 +268,15 @@ class GatedLinearAttention(Kernel[GatedLinearAttentionConfig, Any]):
         scale: float,
         initial_state: jax.Array | None = None,
         return_state: bool = False,
+        segments: bool = False,
     ) -> tuple[Result, jax.Array]:
         from . import pallas_tpu
 
-        out, state, states = pallas_tpu.forward(
-            q, k, v, g, initial_state, scale=scale, chunk_size=cfg.chunk_size
+        forward: Callable[..., Any] = partial(
+            pallas_tpu.forward, scale=scale, chunk_size=cfg.chunk_size
         )
+        forward = _segments_apart(forward) if segments else forward
+        out, state, states = forward(q, k, v, g, initial_state)
         return ((out, state) if return_state else out), states
 
     def vjp_pallas(
@@ -226,9 +295,12 @@ class GatedLinearAttention(Kernel[GatedLinearAttentionConfig, Any]):
         from . import pallas_tpu
 
         dout, dstate = dout if isinstance(dout, tuple) else (dout, None)
-        found = pallas_tpu.backward(
-            q, k, v, g, states, dout, dstate, scale=kwargs["scale"], chunk_size=cfg.chunk_size
+        backward: Callable[..., xla.Gradients] = partial(
+            pallas_tpu.backward, scale=kwargs["scale"], chunk_size=cfg.chunk_size
         )
+        if kwargs.get("segments"):
+            backward = _gradients_apart(backward, kwargs.get("initial_state"))
+        found = backward(q, k, v, g, states, dout, dstate)
         return _gradients(found, kwargs)
 
     # --- GPU --------------------------------------------------------------------------------------
@@ -256,12 +328,15 @@ class GatedLinearAttention(Kernel[GatedLinearAttentionConfig, Any]):
         scale: float,
         initial_state: jax.Array | None = None,
         return_state: bool = False,
+        segments: bool = False,
     ) -> tuple[Result, jax.Array]:
         from . import pallas_gpu
 
-        out, state, states = pallas_gpu.forward(
-            q, k, v, g, initial_state, scale=scale, **_triton_options(cfg, v)
+        forward: Callable[..., Any] = partial(
+            pallas_gpu.forward, scale=scale, **_triton_options(cfg, v)
         )
+        forward = _segments_apart(forward) if segments else forward
+        out, state, states = forward(q, k, v, g, initial_state)
         return ((out, state) if return_state else out), states
 
     def vjp_triton(
@@ -280,12 +355,53 @@ class GatedLinearAttention(Kernel[GatedLinearAttentionConfig, Any]):
         from . import pallas_gpu
 
         dout, dstate = dout if isinstance(dout, tuple) else (dout, None)
-        found = pallas_gpu.backward(
-            q, k, v, g, states, dout, dstate, scale=kwargs["scale"], **_triton_options(cfg, v)
+        backward: Callable[..., xla.Gradients] = partial(
+            pallas_gpu.backward, scale=kwargs["scale"], **_triton_options(cfg, v)
         )
+        if kwargs.get("segments"):
+            backward = _gradients_apart(backward, kwargs.get("initial_state"))
+        found = backward(q, k, v, g, states, dout, dstate)
         return _gradients(found, kwargs)
 
+    def entries_are_independent(self, *args: Any, **options: Any) -> bool:
+        return True
+
     reference = staticmethod(gated_linear_attention_reference)
+
+
+def _segments_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward pass in chunks, without anything of one segment in another; see `segments`."""
+
+    def run(q: Any, k: Any, v: Any, g: Any, initial_state: Any) -> Any:
+        found = NotFinite(g, q, k, v, first=initial_state)
+        state = found.hidden_state(initial_state, 0)
+        out, last, *states = forward(*found.hidden(q, k, v), found.hidden_decay(g), state)
+        return found.shown(out), found.shown_state(last, -1), *states
+
+    return run
+
+
+def _gradients_apart(
+    backward: Callable[..., xla.Gradients], initial_state: jax.Array | None
+) -> Callable[..., xla.Gradients]:
+    """The backward pass likewise."""
+
+    def run(q: Any, k: Any, v: Any, g: Any, states: Any, dout: Any, dstate: Any) -> xla.Gradients:
+        found = NotFinite(g, q, k, v, dout, first=initial_state, last=dstate)
+        q, k, v, dout = found.hidden(q, k, v, dout)
+        dstate = found.hidden_state(dstate, -1)
+        if states is initial_state:  # else they are those before the chunks
+            states = found.hidden_state(states, 0)
+        made = backward(q, k, v, found.hidden_decay(g), states, dout, dstate)
+        return xla.Gradients(
+            found.shown_gradient(made.q),
+            found.shown_gradient(made.k),
+            found.shown_gradient(made.v),
+            None if made.g is None else found.shown_gradient(made.g),
+            found.shown_state(made.state, 0),
+        )
+
+    return run
 
 
 def _gradients(found: xla.Gradients, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:

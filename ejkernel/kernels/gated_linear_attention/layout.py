@@ -8,6 +8,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ejkernel.ops.core.varying import vary_alike
+
 
 def rows_first(x: jax.Array, length: int) -> jax.Array:
     """``(rows, length, features)``, with zeros appended to `length`.
@@ -61,7 +63,7 @@ def state_rows(q: jax.Array, v: jax.Array, state: jax.Array | None) -> jax.Array
     if state is None:
         # Made from an input, to inherit how it is sharded.
         row = jnp.zeros_like(q[:, 0, :, :1, None], jnp.float32)
-        state = jnp.broadcast_to(row, (batch, heads, key_dim, v.shape[3]))
+        state = vary_alike(jnp.broadcast_to(row, (batch, heads, key_dim, v.shape[3])), q, v)
     return state.astype(jnp.float32).reshape(batch * heads, key_dim, v.shape[3])
 
 

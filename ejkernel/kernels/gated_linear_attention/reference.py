@@ -5,6 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ejkernel.ops.core.varying import vary_alike
+
+from ..dtypes import accumulation_dtype
+
 
 def gated_linear_attention_reference(
     q: jax.Array,
@@ -16,6 +20,7 @@ def gated_linear_attention_reference(
     initial_state: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     return_state: bool = False,
+    segments: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""The recurrence itself.
 
@@ -35,6 +40,7 @@ def gated_linear_attention_reference(
         initial_state: :math:`S_0`, ``(batch, heads, key_dim, value_dim)``; zeros if not given.
         segment_ids: ``(batch, length)``; wherever the id changes the state starts from zero.
         return_state: Whether to return the state after the last step too.
+        segments: Not used: a decay to zero forgets infinities and NaN in any case.
 
     Returns:
         ``(batch, length, heads, value_dim)`` in the dtype of ``q``, computed in float32 (float64 if
@@ -47,9 +53,10 @@ def gated_linear_attention_reference(
         >>> gated_linear_attention_reference(ones, ones, ones, half).ravel().tolist()
         [1.0, 1.5, 1.75]
     """
+    del segments
     batch, length, heads, key_dim = q.shape
     exact = jax.lax.Precision.HIGHEST
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    dtype = accumulation_dtype(q.dtype)
     scale = key_dim**-0.5 if scale is None else scale
     if g is None:
         g = jnp.zeros((batch, length, heads, key_dim), dtype)
@@ -66,10 +73,12 @@ def gated_linear_attention_reference(
 
     def step(state: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         q_t, k_t, v_t, decay_t = token
-        state = decay_t[..., None] * state + k_t[..., :, None] * v_t[..., None, :]
+        decay_t = decay_t[..., None]
+        kept = decay_t * jnp.where(decay_t == 0.0, 0.0, state)
+        state = kept + k_t[..., :, None] * v_t[..., None, :]
         return state, scale * jnp.einsum("bhk,bhkv->bhv", q_t, state, precision=exact)
 
     tokens = tuple(jnp.moveaxis(x.astype(dtype), 1, 0) for x in (q, k, v, decay))
-    state, out = jax.lax.scan(step, state, tokens)
+    state, out = jax.lax.scan(step, vary_alike(state, tokens), tokens)
     out = jnp.moveaxis(out, 0, 1).astype(q.dtype)
     return (out, state) if return_state else out

@@ -50,18 +50,25 @@ class Gradients(NamedTuple):
 
 
 def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None, state: jax.Array
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array | None,
+    state: jax.Array,
+    *,
+    segments: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Outputs, ``(length, rows, value_dim)``, and the last state, ``(rows, key_dim, value_dim)``.
 
-    ``g`` is ``(length, rows, key_dim)``, ``(length, rows, 1)`` or None.
+    ``g`` is ``(length, rows, key_dim)``, ``(length, rows, 1)`` or None. With ``segments`` a decay
+    to zero forgets infinities and NaN too.
     """
 
     def step(
         state: jax.Array, token: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
     ) -> tuple[jax.Array, jax.Array]:
         q_t, k_t, v_t, g_t = token
-        kept = state if g_t is None else jnp.exp(g_t)[:, :, None] * state
+        kept = _decayed(state, g_t, 2, segments)
         state = kept + k_t[:, :, None] * v_t[:, None, :]
         return state, jnp.einsum("rk,rkv->rv", q_t, state)
 
@@ -77,6 +84,8 @@ def backward(
     dout: jax.Array,
     state: jax.Array,
     dstate: jax.Array,
+    *,
+    segments: bool = False,
 ) -> Gradients:
     """Gradients, from those of the outputs and of the last state."""
     length = q.shape[0]
@@ -96,7 +105,7 @@ def backward(
     q, k, v, g, dout = (cut(x) for x in (q, k, v, g, dout))
     # Transposed states, (rows, value_dim, key_dim): the sums over values, which make dq and dk,
     # then run over an outer axis, and vectorise.
-    dq, last_states = _states_again(k, v, g, dout, state.swapaxes(1, 2))
+    dq, last_states = _states_again(k, v, g, dout, state.swapaxes(1, 2), segments)
 
     def step(carry: tuple[jax.Array, jax.Array | None], token: tuple[Any, ...]) -> tuple[Any, Any]:
         dstate, dg = carry
@@ -107,7 +116,10 @@ def backward(
         if g_t is None or dg is None:
             return (dstate, None), (dk_t, dv_t, None)
         dg = dg + _like_g(q_t * dq_t - k_t * dk_t, g_t)
-        return (dstate * jnp.exp(g_t)[:, None, :], dg), (dk_t, dv_t, dg)
+        # Where everything is forgotten the sum is zero but for its rounding, which must not reach
+        # the tokens before: theirs may be much smaller numbers.
+        dg = jnp.where(jnp.exp(g_t) == 0.0, 0.0, dg)
+        return (_decayed(dstate, g_t, 1, segments), dg), (dk_t, dv_t, dg)
 
     def segment(dstate: jax.Array, tokens: tuple[Any, ...]) -> tuple[jax.Array, Any]:
         *tokens_, last_state = tokens
@@ -125,7 +137,12 @@ def backward(
 
 
 def _states_again(
-    k: jax.Array, v: jax.Array, g: jax.Array | None, dout: jax.Array, state: jax.Array
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array | None,
+    dout: jax.Array,
+    state: jax.Array,
+    segments: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """The gradient of ``q``, and the transposed state after each segment."""
 
@@ -133,7 +150,7 @@ def _states_again(
         state: jax.Array, token: tuple[jax.Array, jax.Array, jax.Array | None, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
         k_t, v_t, g_t, dout_t = token
-        kept = state if g_t is None else state * jnp.exp(g_t)[:, None, :]
+        kept = _decayed(state, g_t, 1, segments)
         state = kept + v_t[:, :, None] * k_t[:, None, :]
         return state, jnp.einsum("rvk,rv->rk", state, dout_t)
 
@@ -145,6 +162,15 @@ def _states_again(
 
     _, (dq, states) = lax.scan(segment, state, (k, v, g, dout))
     return dq, states
+
+
+def _decayed(state: jax.Array, g: jax.Array | None, axis: int, segments: bool) -> jax.Array:
+    """A state after a decay; ``axis`` is that of the value channels, which ``g`` does not have."""
+    if g is None:
+        return state
+    decay = jnp.expand_dims(jnp.exp(g), axis)
+    # Only where it may matter: the selection takes time.
+    return jnp.where(decay == 0.0, 0.0, state * decay) if segments else state * decay
 
 
 def _like_g(by_channel: jax.Array, g: jax.Array) -> jax.Array:

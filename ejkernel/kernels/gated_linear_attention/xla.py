@@ -22,6 +22,7 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -52,6 +53,7 @@ def forward(
     scale: float,
     chunk_size: int,
     rows: int,
+    segments: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """The outputs, in the dtype of ``q``, and the last state, in float32.
 
@@ -64,11 +66,12 @@ def forward(
         scale: Factor on the outputs.
         chunk_size: Tokens in a chunk, a power of two; 1: step by step.
         rows: At most so many pairs of a batch entry and a head at a time, if step by step.
+        segments: Whether ``g`` has starts of segments in it.
     """
     state = layout.state_rows(q, v, initial_state)
     if chunk_size == 1:
         tokens = (scale * layout.time_first(q), *_each(layout.time_first, k, v, g))
-        out, state = _in_groups(steps.forward, tokens, (state,), rows)
+        out, state = _in_groups(partial(steps.forward, segments=segments), tokens, (state,), rows)
         return layout.from_time_first(out, q), layout.state_by_batch(state, q)
 
     chunk = Chunk(chunk_size)
@@ -97,6 +100,7 @@ def backward(
     scale: float,
     chunk_size: int,
     rows: int,
+    segments: bool = False,
 ) -> Gradients:
     """Gradients of the inputs of :func:`forward`, from those of its results.
 
@@ -111,7 +115,8 @@ def backward(
     if chunk_size == 1:
         # The scale may stand at the queries or at the gradient; there, dq needs it too.
         tokens = (*_each(layout.time_first, q, k, v, g), scale * layout.time_first(dout))
-        found = steps.Gradients(*_in_groups(steps.backward, tokens, (state, dstate), rows))
+        step_back = partial(steps.backward, segments=segments)
+        found = steps.Gradients(*_in_groups(step_back, tokens, (state, dstate), rows))
         back = layout.from_time_first
     else:
         tokens = (
@@ -185,7 +190,8 @@ def _in_groups(
     Rows are axis 1 of tokens and axis 0 of states; the function's last result is a state, too.
     """
     total = states[0].shape[0]
-    size = max(divisor for divisor in range(1, max(rows, 1) + 1) if total % divisor == 0)
+    most = min(max(rows, 1), total)
+    size = max(divisor for divisor in range(1, most + 1) if total % divisor == 0)
     if size == total:
         return tuple(function(*tokens, *states))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ..dtypes import accumulation_dtype
 from .activations import gated
 
 
@@ -24,9 +25,9 @@ def gated_linear_unit_reference(
             (x W_\mathrm{up} + b_\mathrm{up})
 
     Args:
-        x: Rows, ``(m, k)``.
+        x: Rows, ``(..., k)``.
         weights: ``w_gate`` and ``w_up``, each ``(k, n)``, or one ``(k, 2 n)`` with the columns of
-            ``w_gate`` first.
+            ``w_gate`` first, or ``(k, 2, n)``.
         activation: The name of :math:`f`, of :data:`.activations.ACTIVATIONS`.
         b_gate: ``(n,)``, or none.
         b_up: ``(n,)``, or none.
@@ -34,7 +35,7 @@ def gated_linear_unit_reference(
         recompute: Not used: it is about the gradient's memory.
 
     Returns:
-        ``(m, n)`` in the dtype of ``x``.
+        ``(..., n)`` in the dtype of ``x``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -43,11 +44,15 @@ def gated_linear_unit_reference(
         [[12.0]]
     """
     del precision, recompute
-    w_gate, w_up = weights if len(weights) == 2 else jnp.split(weights[0], 2, axis=1)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    if len(weights) == 1:
+        weights = tuple(jnp.split(weights[0].reshape(weights[0].shape[0], -1), 2, axis=1))
+    w_gate, w_up = weights
+    wide = accumulation_dtype(x.dtype)
 
     def project(w: jax.Array, bias: jax.Array | None) -> jax.Array:
         product = jnp.dot(x.astype(wide), w.astype(wide), precision=jax.lax.Precision.HIGHEST)
-        return product if bias is None else product + bias.astype(wide)
+        if bias is None:
+            return product
+        return product + jnp.expand_dims(bias.astype(wide), tuple(range(product.ndim - 1)))
 
     return gated(activation, project(w_gate, b_gate), project(w_up, b_up)).astype(x.dtype)

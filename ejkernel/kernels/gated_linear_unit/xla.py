@@ -25,6 +25,7 @@ Example:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -32,6 +33,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.ops.core.varying import vary_alike
+
+from ..dtypes import accumulation_dtype
 from ..slicing import put_in_dim, take_in_dim
 from .activations import gated, gated_gradients
 
@@ -69,9 +73,8 @@ def forward(
         tile = block(take_in_dim(x, at, rows))
         return put_in_dim(out, tile, at)
 
-    out: jax.Array = _over_blocks(
-        x.shape[0], rows, add, _zeros(x, (x.shape[0], width_of(weights)), weights)
-    )
+    empty = jnp.zeros((x.shape[0], width_of(weights)), x.dtype)
+    out: jax.Array = _over_blocks(x.shape[0], rows, add, vary_alike(empty, x, weights, biases))
     return out
 
 
@@ -106,7 +109,7 @@ def backward(
         x: jax.Array, dout: jax.Array, saved: tuple[jax.Array, jax.Array] | None
     ) -> Gradients:
         gate, up = projections(x, weights, biases, precision) if saved is None else saved
-        wide = _wide(x.dtype)
+        wide = accumulation_dtype(x.dtype)
         dgate, dup = gated_gradients(
             activation, gate.astype(wide), up.astype(wide), dout.astype(wide)
         )
@@ -129,10 +132,10 @@ def backward(
         )
 
     start: Gradients = jax.tree.map(
-        lambda like: _zeros(x, like.shape, (dout, *weights), like.dtype),
+        lambda like: jnp.zeros(like.shape, like.dtype),
         jax.eval_shape(lambda: block(x[:rows], dout[:rows], None)),
     )
-    start = start._replace(x=_zeros(x, x.shape, (dout, *weights)))
+    start = vary_alike(start._replace(x=jnp.zeros_like(x)), dout, weights, biases)
     return _in_dtypes_of(_over_blocks(x.shape[0], rows, add, start), x, weights, biases)
 
 
@@ -144,14 +147,14 @@ def projections(
     gate, up = products if len(products) == 2 else jnp.split(products[0], 2, axis=1)
     b_gate, b_up = biases
     return (
-        gate if b_gate is None else gate + b_gate.astype(gate.dtype),
-        up if b_up is None else up + b_up.astype(up.dtype),
+        gate if b_gate is None else gate + b_gate.astype(gate.dtype)[None, :],
+        up if b_up is None else up + b_up.astype(up.dtype)[None, :],
     )
 
 
 def width_of(weights: Weights) -> int:
     """Columns of the output."""
-    columns = int(weights[0].shape[1])
+    columns = math.prod(weights[0].shape[1:])
     return columns if len(weights) == 2 else columns // 2
 
 
@@ -212,18 +215,5 @@ def _dot(
         right,
         (contracted, ((), ())),
         precision=precision,
-        preferred_element_type=_wide(left.dtype),
+        preferred_element_type=accumulation_dtype(left.dtype),
     )
-
-
-def _zeros(
-    x: jax.Array, shape: tuple[int, ...], others: tuple[jax.Array, ...], dtype: Any = None
-) -> jax.Array:
-    """Zeros that, inside ``shard_map``, vary over the mesh axes that any of the inputs does."""
-    dtype = x.dtype if dtype is None else dtype
-    varying = sum(jnp.zeros_like(array[0, 0], dtype) for array in (x, *others))
-    return jnp.broadcast_to(varying, shape)
-
-
-def _wide(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)

@@ -7,6 +7,8 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from ejkernel.ops.utils.serialize import is_symbolic
+
 Spans: TypeAlias = tuple[jax.Array, jax.Array]
 """First row of every group, and the row after its last one: two int32 arrays."""
 
@@ -31,16 +33,29 @@ def row_spans(
         >>> starts.tolist(), ends.tolist()
         ([2, 2, 5], [2, 5, 8])
     """
-    sizes = jnp.clip(group_sizes, 0, rows).astype(jnp.int32)
-    ends = jnp.minimum(jnp.cumsum(sizes), rows)
+    sizes = _int32(group_sizes, rows)
+    if not is_symbolic(rows) and sizes.shape[0] * rows < 2**31:
+        ends = jnp.minimum(jnp.cumsum(sizes, dtype=jnp.int32), jnp.int32(rows))
+    else:  # sizes that are too large must not add up to a number that is too large for int32
+        ends = jax.lax.associative_scan(lambda a, b: a + jnp.minimum(b, jnp.int32(rows) - a), sizes)
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
     if group_offset is None:
         return starts[:groups], ends[:groups]
-    first = jnp.asarray(group_offset, jnp.int32).reshape(())
+    first = _int32(jnp.asarray(group_offset), sizes.shape[0] - groups).reshape(())
     return (
         jax.lax.dynamic_slice_in_dim(starts, first, groups),
         jax.lax.dynamic_slice_in_dim(ends, first, groups),
     )
+
+
+def _int32(numbers: jax.Array, most: int) -> jax.Array:
+    """Integers of any dtype, as those from 0 to `most` that are nearest.
+
+    Limits are compared in a dtype that holds them: 1000 as an int8 is -24.
+    """
+    narrow = numbers.dtype.itemsize < 4
+    wide = numbers.astype(jnp.int32) if narrow else numbers
+    return jnp.clip(wide, 0, most).astype(jnp.int32)
 
 
 class Steps(NamedTuple):

@@ -10,9 +10,19 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from ejkernel.ops import Dimension, Invocation, Kernel, NearShapes, Supports
+from ejkernel.ops import (
+    Dimension,
+    Invocation,
+    Kernel,
+    Limits,
+    NearShapes,
+    Partitioning,
+    Shards,
+    Supports,
+)
 from ejkernel.ops.tuner.inputs import batched_shapes, random_like
 
+from ..limits import COUNT, LANES, TRITON_SIDE, launch
 from ..tile import Tile
 from . import xla
 from .groups import row_spans
@@ -28,7 +38,38 @@ class GroupedMatmulConfig:
     rhs_gradient: Tile = dataclasses.field(default_factory=Tile)
 
 
+_PRODUCTS = ("forward", "lhs_gradient", "rhs_gradient")
+_SIDES = [f"{product}.{side}" for product in _PRODUCTS for side in ("rows", "columns", "depth")]
+
+LIMITS = {
+    "xla": Limits({f"{product}.rows": COUNT for product in _PRODUCTS}),
+    "pallas": Limits(dict.fromkeys(_SIDES, LANES)),
+    "triton": Limits(
+        dict.fromkeys(_SIDES, TRITON_SIDE)
+        | launch("forward.", "warps", "stages")
+        | launch("lhs_gradient.", "warps", "stages")
+        | launch("rhs_gradient.", "warps", "stages")
+    ),
+}
+
 Gradients = tuple[jax.Array, jax.Array, None]
+
+
+def _with_local_groups(
+    args: tuple[Any, ...], kwargs: dict[str, Any], shards: Shards
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The sizes that the groups have among the rows of this device, and which matrices are here."""
+    lhs, rhs, sizes = args
+    if (parts := shards.count("m")) > 1:
+        rows = lhs.shape[0]
+        first = shards.index("m") * rows
+        spans = row_spans(sizes, rows * parts, sizes.shape[0])
+        starts, ends = (jax.numpy.clip(span - first, 0, rows) for span in spans)
+        sizes = ends - starts
+    if shards.count("g") > 1:
+        offset = kwargs.get("group_offset", 0) + shards.index("g") * rhs.shape[0]
+        kwargs = {**kwargs, "group_offset": jax.numpy.asarray(offset, np.int32)}
+    return (lhs, rhs, sizes), kwargs
 
 
 def _no_float64_result(inv: Invocation[Any, Any]) -> str | None:
@@ -49,6 +90,7 @@ class GroupedMatmul(Kernel[GroupedMatmulConfig, jax.Array]):
     version = "1"
     # Tiles follow from the matrices and from how many rows a group has on average.
     near_shapes = NearShapes(Dimension(argument=0, axis=0, rounding="nearest"), within=2.0)
+    limits: ClassVar[Mapping[str, Limits]] = LIMITS
     supports: ClassVar[Mapping[str, Supports]] = {
         "pallas": Supports(dtypes=("float32", "bfloat16"), rules=(_no_float64_result,)),
         "triton": Supports(dtypes=("float32", "bfloat16", "float16"), rules=(_no_float64_result,)),
@@ -56,6 +98,15 @@ class GroupedMatmul(Kernel[GroupedMatmulConfig, jax.Array]):
 
     def __init__(self) -> None:
         super().__init__(name="grouped_matmul")
+
+    def partitioning(self, inv: Invocation[Any, Any]) -> Partitioning:
+        matrices = "g n k" if inv.kwargs.get("transpose_rhs") else "g k n"
+        return Partitioning(
+            f"m k, {matrices}, listed -> m n",
+            independent="m n",
+            summed="k g",
+            localize=_with_local_groups,
+        )
 
     def reference(
         self, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, **options: Any

@@ -34,7 +34,7 @@ def rows_times_matrices(
     """The product of :func:`.xla.rows_times_matrices`; the tile's sizes are powers of two."""
     rows, depth = lhs.shape
     groups, columns = rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
-    dtype = jnp.result_type(lhs, rhs) if out_dtype is None else jnp.dtype(out_dtype)
+    dtype = lhs.dtype if out_dtype is None else jnp.dtype(out_dtype)
     steps = grid_steps(
         with_rows_of_no_group(spans, rows), rows, tile.rows, aligned=False, visit_empty=False
     )
@@ -92,7 +92,7 @@ def transposed_rows_times_rows(
     """
     depth, columns = lhs.shape[1], dout.shape[1]
     groups = spans[0].shape[0]
-    dtype = jnp.result_type(lhs, dout) if out_dtype is None else jnp.dtype(out_dtype)
+    dtype = lhs.dtype if out_dtype is None else jnp.dtype(out_dtype)
 
     def body(lhs_ref: Any, dout_ref: Any, starts: Any, ends: Any, out_ref: Any) -> None:
         group = pl.program_id(0)

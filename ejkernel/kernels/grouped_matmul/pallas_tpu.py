@@ -34,7 +34,7 @@ def rows_times_matrices(
     """The product of :func:`.xla.rows_times_matrices`; the tile's sizes are multiples of 128."""
     rows, depth = lhs.shape
     groups, columns = rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
-    dtype = jnp.result_type(lhs, rhs) if out_dtype is None else jnp.dtype(out_dtype)
+    dtype = lhs.dtype if out_dtype is None else jnp.dtype(out_dtype)
     tile = tile.within(rows, columns, depth)
     steps = grid_steps(
         with_rows_of_no_group(spans, rows), rows, tile.rows, aligned=True, visit_empty=False
@@ -127,7 +127,7 @@ def transposed_rows_times_rows(
     """
     (rows, depth), columns = lhs.shape, dout.shape[1]
     groups = spans[0].shape[0]
-    dtype = jnp.result_type(lhs, dout) if out_dtype is None else jnp.dtype(out_dtype)
+    dtype = lhs.dtype if out_dtype is None else jnp.dtype(out_dtype)
     tile = tile.within(rows, columns, depth)
     steps = grid_steps(spans, rows, tile.rows, aligned=True, visit_empty=True)
     last = steps.group.shape[0] - 1

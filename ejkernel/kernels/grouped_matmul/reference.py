@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ..dtypes import accumulation_dtype
 from .groups import row_spans
 
 
@@ -47,8 +48,8 @@ def grouped_matmul_reference(
         [1.0, 1.0, 10.0, 0.0]
     """
     del precision
-    dtype = jnp.result_type(lhs, rhs) if preferred_element_type is None else preferred_element_type
-    wide = jnp.promote_types(dtype, jnp.float32)
+    dtype = lhs.dtype if preferred_element_type is None else preferred_element_type
+    wide = accumulation_dtype(dtype)
     products = jnp.einsum(
         "mk,gnk->gmn" if transpose_rhs else "mk,gkn->gmn",
         lhs.astype(wide),
@@ -56,6 +57,6 @@ def grouped_matmul_reference(
         precision=jax.lax.Precision.HIGHEST,
     )
     starts, ends = row_spans(group_sizes, lhs.shape[0], rhs.shape[0], group_offset)
-    row = jnp.arange(lhs.shape[0])
+    row = jnp.arange(lhs.shape[0], dtype=starts.dtype)[None, :]
     mine = (row >= starts[:, None]) & (row < ends[:, None])
     return jnp.sum(jnp.where(mine[:, :, None], products, 0), axis=0).astype(dtype)

@@ -36,6 +36,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.ops.core.varying import vary_alike
+
+from ..dtypes import accumulation_dtype
 from ..slicing import put_in_dim, take_in_dim
 from .groups import Spans
 
@@ -73,7 +76,7 @@ def rows_times_matrices(
         ``(m, n)``.
     """
     rows, columns = lhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
-    dtype = jnp.result_type(lhs, rhs) if out_dtype is None else jnp.dtype(out_dtype)
+    dtype = lhs.dtype if out_dtype is None else jnp.dtype(out_dtype)
     contracted = ((1,), (1 if transpose_rhs else 0,))
     sizes = _tile_sizes(tile_rows, rows)
 
@@ -93,7 +96,8 @@ def rows_times_matrices(
 
         return _over_tiles(start, end, sizes, add_tile, out)
 
-    return _over_groups(spans, add_group, _zeros((rows, columns), dtype, lhs, rhs, *spans))
+    zeros = vary_alike(jnp.zeros((rows, columns), dtype), lhs, rhs, spans)
+    return _over_groups(spans, add_group, zeros)
 
 
 def transposed_rows_times_rows(
@@ -119,8 +123,8 @@ def transposed_rows_times_rows(
         ``(groups, k, n)``.
     """
     rows, groups = lhs.shape[0], spans[0].shape[0]
-    dtype = jnp.result_type(lhs, dout) if out_dtype is None else jnp.dtype(out_dtype)
-    wide = _accumulated(dtype)
+    dtype = lhs.dtype if out_dtype is None else jnp.dtype(out_dtype)
+    wide = accumulation_dtype(dtype)
     shape = (lhs.shape[1], dout.shape[1])
 
     if groups == 1:
@@ -136,9 +140,13 @@ def transposed_rows_times_rows(
     if rows <= FEW_ROWS:
         # The matrices that are written take longer than the products: those of all groups in one.
         row = jnp.arange(rows, dtype=spans[0].dtype)[:, None]
-        mine = (row >= spans[0]) & (row < spans[1])
-        spread = jnp.where(mine[:, :, None], _wide(lhs)[:, None, :], 0)
-        right = jnp.where(jnp.any(mine, 1, keepdims=True), _wide(dout), 0)
+        mine = (row >= spans[0][None, :]) & (row < spans[1][None, :])
+        # In the product of all groups a zero on the left does not hide an infinity on the right. So
+        # that is moved to the left, where the rows of other groups have zeros of their own.
+        finite = jnp.all(jnp.isfinite(dout), axis=1, keepdims=True)
+        left = jnp.where(finite, _wide(lhs), jnp.nan)
+        spread = jnp.where(mine[:, :, None], left[:, None, :], 0)
+        right = jnp.where(finite & jnp.any(mine, 1, keepdims=True), _wide(dout), 0)
         return _product(spread, right, ((0,), (0,)), precision, dtype)
 
     def add_group(group: jax.Array, start: jax.Array, end: jax.Array, out: jax.Array) -> jax.Array:
@@ -162,7 +170,8 @@ def transposed_rows_times_rows(
         total = _over_tiles(start, end, sizes, add_beside, jnp.zeros_like(out[0], wide))
         return _set_matrix(out, group, total.astype(dtype))
 
-    return _over_groups(spans, add_group, _zeros((groups, *shape), dtype, lhs, dout, *spans))
+    zeros = vary_alike(jnp.zeros((groups, *shape), dtype), lhs, dout, spans)
+    return _over_groups(spans, add_group, zeros)
 
 
 def _product(
@@ -177,7 +186,7 @@ def _product(
         right,
         (contracted, ((), ())),
         precision=precision,
-        preferred_element_type=_accumulated(dtype),
+        preferred_element_type=accumulation_dtype(dtype),
     )
     return product.astype(dtype)
 
@@ -276,15 +285,5 @@ def _set_matrix(matrices: jax.Array, group: jax.Array, matrix: jax.Array) -> jax
     return put_in_dim(matrices, matrix[None], group)
 
 
-def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, *inputs: jax.Array) -> jax.Array:
-    """Zeros that, inside ``shard_map``, vary over the mesh axes that any of the inputs does."""
-    varying = sum(jnp.zeros_like(x[(0,) * x.ndim], dtype) for x in inputs)
-    return jnp.broadcast_to(varying, shape)
-
-
-def _accumulated(dtype: jnp.dtype) -> jnp.dtype:
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(_accumulated(x.dtype))
+    return x.astype(accumulation_dtype(x.dtype))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ..dtypes import accumulation_dtype
+
 
 def layer_norm_reference(
     x: jax.Array,
@@ -40,12 +42,13 @@ def layer_norm_reference(
         [-1.0, 1.0]
     """
     summed = x if residual is None else x + residual
-    values = summed.astype(jnp.promote_types(x.dtype, jnp.float32))
+    values = summed.astype(accumulation_dtype(x.dtype))
     values = values - jnp.mean(values, axis=-1, keepdims=True)
     out = values / jnp.sqrt(jnp.mean(values**2, axis=-1, keepdims=True) + eps)
     if weight is not None:
-        out = out * (weight.astype(out.dtype) + weight_offset)
+        scale = weight.astype(out.dtype) + weight_offset
+        out = out * jnp.expand_dims(scale, tuple(range(out.ndim - 1)))
     if bias is not None:
-        out = out + bias.astype(out.dtype)
+        out = out + jnp.expand_dims(bias.astype(out.dtype), tuple(range(out.ndim - 1)))
     out = out.astype(x.dtype)
     return out if residual is None else (out, summed)

@@ -13,10 +13,14 @@ from ejkernel.ops import (
     Dimension,
     Invocation,
     Kernel,
+    Limits,
     NearShapes,
+    Partitioning,
     Supports,
 )
 
+from ..dtypes import accumulation_dtype
+from ..limits import COUNT, LANES, SUBLANES, TRITON_SIDE, launch
 from . import xla
 from .blocks import LinearCrossEntropyConfig, Sizes, config, tpu_tile, xla_blocks, xla_rows
 from .options import LossOptions
@@ -32,6 +36,7 @@ class _Call(NamedTuple):
     bias: jax.Array | None
     options: LossOptions
     reduction: str
+    row_axes: tuple[str, ...]  # mesh axes over which the rows are sharded
 
     @staticmethod
     def of(
@@ -41,31 +46,56 @@ class _Call(NamedTuple):
         *,
         bias: jax.Array | None = None,
         reduction: str = "mean",
+        row_axes: tuple[str, ...] = (),
         **options: Any,
     ) -> _Call:
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        return _Call(rows, weight, labels.reshape(-1), bias, LossOptions(**options), reduction)
+        rows, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+        chosen = LossOptions(**options)
+        # Sums over rows are products, and there a factor of zero does not hide NaN.
+        rows = jnp.where((flat == chosen.ignore_index)[:, None], jnp.zeros_like(rows), rows)
+        return _Call(rows, weight, flat, bias, chosen, reduction, row_axes)
 
     @property
     def sizes(self) -> Sizes:
         return Sizes.of(self.hidden, self.weight, vocab_first=self.options.vocab_first)
 
-    def factors(self) -> jax.Array:
-        """What each row's loss is multiplied with before they are added."""
-        counts = (self.labels != self.options.ignore_index).astype(jnp.float32)
-        if self.reduction == "sum":
-            return counts
-        return counts / jnp.maximum(jnp.sum(counts), 1.0)
+    def counts(self) -> jax.Array:
+        """Which rows count."""
+        return self.labels != self.options.ignore_index
+
+    def share(self) -> jax.Array:
+        """What the sum of all losses is multiplied with; in the dtype of the losses."""
+        dtype = accumulation_dtype(self.hidden.dtype)
+        if self.reduction != "mean":
+            return jnp.ones((), dtype)
+        counted = self._over_rows(jnp.sum(self.counts(), dtype=jnp.int32))
+        return 1.0 / jnp.maximum(counted, 1).astype(dtype)
+
+    def _over_rows(self, value: jax.Array) -> jax.Array:
+        """The sum over the devices that have other rows."""
+        return jax.lax.psum(value, self.row_axes) if self.row_axes else value
 
     def reduced(self, losses: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         if self.reduction == "none":
             return losses.reshape(shape)
-        # A row that is ignored has the factor 0 and the loss 0; a loss that is NaN shows.
-        return jnp.sum(losses * self.factors().astype(losses.dtype))
+        # A row that is ignored has the loss 0; a loss that is NaN shows.
+        return self._over_rows(jnp.sum(losses)) * self.share()
+
+    def sum_gradients(self) -> jax.Array:
+        """The gradient of each row's loss, if the losses are added up."""
+        return self._checked(self.counts().astype(self.share().dtype))
 
     def row_gradients(self, dout: jax.Array) -> jax.Array:
         """The gradient of each row's loss."""
-        return dout.reshape(-1) if self.reduction == "none" else dout * self.factors()
+        if self.reduction == "none":
+            return self._checked(dout.reshape(-1))
+        return self.sum_gradients() * (dout * self.share())
+
+    def _checked(self, factors: jax.Array) -> jax.Array:
+        """The factors, NaN for rows whose loss is NaN because there is no such word."""
+        known = (self.labels >= 0) & (self.labels < self.options.vocabulary(self.sizes.vocab))
+        known |= ~self.counts() | (factors == 0.0)
+        return jnp.where(known, factors, jnp.nan)
 
 
 def _features_fit(inv: Invocation[Any, Any]) -> str | None:
@@ -86,6 +116,24 @@ def _same_dtype(inv: Invocation[Any, Any]) -> str | None:
     return f"hidden is {hidden.dtype} and weight is {weight.dtype}; they must be the same"
 
 
+_XLA_GRADIENTS = {"bwd.blocksize_m": COUNT, "bwd.blocksize_n": COUNT}
+
+LIMITS = {
+    "xla": Limits({"fwd.blocksize_m": COUNT} | _XLA_GRADIENTS),
+    "pallas": Limits(
+        {
+            "fwd.blocksize_m": SUBLANES,
+            "fwd.blocksize_n": LANES,
+            "bwd.blocksize_m": SUBLANES,
+            "bwd.blocksize_n": LANES,
+        }
+    ),
+    "triton": Limits(
+        {f"fwd.blocksize_{side}": TRITON_SIDE for side in "mnk"} | launch("fwd.") | _XLA_GRADIENTS
+    ),
+}
+
+
 class LinearCrossEntropy(Kernel[LinearCrossEntropyConfig, jax.Array]):
     """Cross entropy of `softmax(hidden @ weight)` without the logits in memory.
 
@@ -94,9 +142,18 @@ class LinearCrossEntropy(Kernel[LinearCrossEntropyConfig, jax.Array]):
     """
 
     version = "1"
+    limits: ClassVar[Mapping[str, Limits]] = LIMITS
     supports: ClassVar[Mapping[str, Supports]] = {
-        "pallas": Supports(dtypes=("float32", "bfloat16"), rules=(_same_dtype, _features_fit)),
-        "triton": Supports(dtypes=("float32", "bfloat16", "float16"), rules=(_same_dtype,)),
+        "pallas": Supports(
+            dtypes=("float32", "bfloat16"),
+            without=("vocab_axes",),
+            rules=(_same_dtype, _features_fit),
+        ),
+        "triton": Supports(
+            dtypes=("float32", "bfloat16", "float16"),
+            without=("vocab_axes",),
+            rules=(_same_dtype,),
+        ),
     }
     near_shapes = NearShapes(
         *(Dimension(argument=(0, 2), axis=axis, rounding="nearest") for axis in (0, -2)),
@@ -106,6 +163,18 @@ class LinearCrossEntropy(Kernel[LinearCrossEntropyConfig, jax.Array]):
 
     def __init__(self) -> None:
         super().__init__(name="linear_cross_entropy")
+
+    def partitioning(self, inv: Invocation[Any, Any]) -> Partitioning:
+        weight = "v d" if inv.kwargs.get("vocab_first") else "d v"
+        whole = inv.kwargs.get("reduction", "mean") != "none"
+        return Partitioning(
+            f"... d, {weight}, ... -> {'' if whole else '...'}",
+            keywords={"bias": "v"},
+            across={"v": "vocab_axes", **({"...": "row_axes"} if whole else {})},
+        )
+
+    def entries_are_independent(self, *args: Any, **options: Any) -> bool:
+        return bool(options["reduction"] == "none")
 
     def reference(self, *args: Any, **options: Any) -> jax.Array:
         return linear_cross_entropy_reference(*args, **options)
@@ -156,7 +225,7 @@ class LinearCrossEntropy(Kernel[LinearCrossEntropyConfig, jax.Array]):
         if call.reduction == "none":
             # The gradients of the rows are not known yet: the logits have to be computed again.
             return self.run_xla(hidden, weight, labels, cfg=cfg, **options), None
-        losses, *gradients = _xla_gradients(call, call.factors(), cfg)
+        losses, *gradients = _xla_gradients(call, call.sum_gradients(), cfg)
         return call.reduced(losses, labels.shape), gradients
 
     def vjp_xla(
@@ -175,7 +244,12 @@ class LinearCrossEntropy(Kernel[LinearCrossEntropyConfig, jax.Array]):
         if gradients is None:
             found = _xla_gradients(call, call.row_gradients(dout), cfg)
             return _gradients(call, *found[1:], hidden.shape)
-        dhidden, dweight, dbias = jax.tree.map(lambda a: a * dout.astype(a.dtype), gradients)
+        # In float16 the gradient of a mean is so small that it would be rounded to zero; kept is
+        # that of the sum.
+        factor = dout * call.share()
+        dhidden, dweight, dbias = jax.tree.map(
+            lambda a: (a.astype(factor.dtype) * factor).astype(a.dtype), gradients
+        )
         return _gradients(call, dhidden, dweight, dbias, hidden.shape)
 
     # --- TPU -------------------------------------------------------------------------------------

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
+
+IGNORED = -100
+"""The label of rows that count for nothing, unless a call says otherwise."""
+
+UNKNOWN = -1
+"""What `ejkernel.modules` makes of a label that is not in the vocabulary."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,11 +20,25 @@ class LossOptions:
     """What is done with the products of hidden states and weights; see the reference."""
 
     vocab_first: bool = False
-    ignore_index: int = -100
+    ignore_index: int = IGNORED
     label_smoothing: float = 0.0
     logits_soft_cap: float | None = None
     z_loss: float = 0.0
     softmax_scale: float = 1.0
+    vocab_axes: tuple[str, ...] = ()
+    """The mesh axes over which the vocabulary is sharded: a device has some of its words."""
+
+    def over_vocabulary(self, values: jax.Array) -> jax.Array:
+        """The sum over all parts of the vocabulary."""
+        return jax.lax.psum(values, self.vocab_axes) if self.vocab_axes else values
+
+    def vocabulary(self, here: int) -> int:
+        """Words of the whole vocabulary, of which some are here."""
+        return here * math.prod(map(jax.lax.axis_size, self.vocab_axes))
+
+    def first_word(self, here: int) -> jax.Array | int:
+        """The number of the first word here."""
+        return jax.lax.axis_index(self.vocab_axes) * here if self.vocab_axes else 0
 
     def logits(self, products: jax.Array, bias: jax.Array | None) -> jax.Array:
         """Logits from products; `bias` must broadcast to them."""

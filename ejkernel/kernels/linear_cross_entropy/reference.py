@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ..dtypes import accumulation_dtype
+
 
 def linear_cross_entropy_reference(
     hidden: jax.Array,
@@ -36,7 +38,8 @@ def linear_cross_entropy_reference(
         hidden: ``(..., d)``.
         weight: ``(d, vocab)``, or ``(vocab, d)`` with ``vocab_first``.
         labels: ``(...)``, integers. A row whose label is ``ignore_index`` counts for nothing; one
-            with any other label that is not in the vocabulary has the loss NaN.
+            with any other label that is not in the vocabulary has the loss NaN, and a gradient of
+            NaN.
         bias: ``(vocab,)``.
         reduction: ``"none"`` for the loss of every row, ``"sum"``, or ``"mean"`` over the rows that
             count (0 if there are none).
@@ -51,24 +54,24 @@ def linear_cross_entropy_reference(
         >>> round(float(loss), 4)
         2.0794
     """
-    dtype = jnp.promote_types(hidden.dtype, jnp.float32)
+    dtype = accumulation_dtype(hidden.dtype)
     matrix = weight.T if vocab_first else weight
+    counts = labels != ignore_index
+    hidden = jnp.where(counts[..., None], hidden, jnp.zeros_like(hidden))
     logits = jnp.matmul(hidden.astype(dtype), matrix.astype(dtype), precision="highest")
     if bias is not None:
-        logits = logits + bias.astype(dtype)
+        logits = logits + jnp.expand_dims(bias.astype(dtype), tuple(range(logits.ndim - 1)))
     logits = softmax_scale * logits
     if logits_soft_cap is not None:
         logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
     lse = jax.nn.logsumexp(logits, axis=-1)
-    counts = labels != ignore_index
     index = jnp.where(counts, labels, 0)
     known = (index >= 0) & (index < logits.shape[-1])
     picked = jnp.take_along_axis(logits, jnp.where(known, index, 0)[..., None], axis=-1)[..., 0]
-    picked = jnp.where(known, picked, jnp.nan)
     loss = lse - (1.0 - label_smoothing) * picked + z_loss * lse**2
     loss = loss - label_smoothing * jnp.mean(logits, axis=-1)
-    loss = jnp.where(counts, loss, 0.0)
+    loss = jnp.where(counts, loss * jnp.where(known, 1.0, jnp.nan).astype(dtype), 0.0)
     if reduction == "none":
         return loss
     total = jnp.sum(loss)
-    return total if reduction == "sum" else total / jnp.maximum(jnp.sum(counts), 1)
+    return total if reduction == "sum" else total / jnp.maximum(jnp.sum(counts), 1).astype(dtype)

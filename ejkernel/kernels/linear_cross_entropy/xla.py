@@ -35,6 +35,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.ops.core.varying import vary_alike
+
+from ..dtypes import accumulation_dtype
 from ..slicing import put_in_dim, take_in_dim
 from .options import LossOptions
 
@@ -71,7 +74,7 @@ def losses(
 
     def of_rows(part: tuple[jax.Array, jax.Array]) -> jax.Array:
         hidden, labels = part
-        return _Softmax.of(_logits(hidden, weight, bias, options)).losses(labels, options)
+        return _Softmax.of(_logits(hidden, weight, bias, options), options).losses(labels, options)
 
     if chunks.count == 1:
         return of_rows((hidden, labels))
@@ -101,7 +104,7 @@ def losses_and_gradients(
     Returns:
         ``dhidden`` has the dtype of ``hidden``; the sums over rows are in the accumulation's.
     """
-    dtype = _accumulation(hidden)
+    dtype = accumulation_dtype(hidden.dtype)
     factors = jnp.where(labels != options.ignore_index, factors.astype(dtype), 0.0)
     chunks = _Chunks.of(hidden.shape[0], rows)
     padded = chunks.pad(hidden)
@@ -111,15 +114,17 @@ def losses_and_gradients(
     def add(i: Any, sums: LossAndGradients | None) -> LossAndGradients:
         h, y, f = (chunks.take(a, i) for a in (padded, padded_labels, padded_factors))
         logits = _logits(h, weight, bias, options)
-        softmax = _Softmax.of(logits)
-        words = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        softmax = _Softmax.of(logits, options)
+        words = lax.broadcasted_iota(jnp.int32, logits.shape, 1) + options.first_word(
+            logits.shape[1]
+        )
         gradient = options.product_gradients(
             logits,
             softmax.exponentials * (1.0 / softmax.total),
             softmax.lse,
             words == y[:, None],
             f[:, None],
-            logits.shape[1],
+            options.vocabulary(logits.shape[1]),
         )
         # Products of a matrix in bfloat16 with one in float32 would be computed in float32.
         factor = gradient.astype(weight.dtype)
@@ -145,6 +150,7 @@ def losses_and_gradients(
         jnp.zeros_like(weight, dtype),
         None if bias is None else jnp.zeros_like(bias, dtype),
     )
+    empty = vary_alike(empty, hidden, weight, labels, factors, bias)
     sums: LossAndGradients = lax.fori_loop(0, chunks.count, add, empty)
     n = hidden.shape[0]
     return sums._replace(losses=sums.losses[:n], dhidden=sums.dhidden[:n])
@@ -159,18 +165,26 @@ class _Softmax(NamedTuple):
     lse: jax.Array  # (rows, 1)
 
     @staticmethod
-    def of(logits: jax.Array) -> _Softmax:
+    def of(logits: jax.Array, options: LossOptions) -> _Softmax:
         largest = jnp.max(logits, axis=-1, keepdims=True)
+        if options.vocab_axes:
+            largest = lax.pmax(largest, options.vocab_axes)
         exponentials = jnp.exp(logits - largest)
-        total = jnp.sum(exponentials, axis=-1, keepdims=True)
+        total = options.over_vocabulary(jnp.sum(exponentials, axis=-1, keepdims=True))
         return _Softmax(logits, exponentials, total, largest + jnp.log(total))
 
     def losses(self, labels: jax.Array, options: LossOptions) -> jax.Array:
-        vocab = self.logits.shape[-1]
+        vocab = options.vocabulary(self.logits.shape[-1])
         known = (labels >= 0) & (labels < vocab)
-        index = jnp.where(known, labels, 0)[:, None]
+        place = labels - options.first_word(self.logits.shape[-1])
+        here = known & (place >= 0) & (place < self.logits.shape[-1])
+        index = jnp.where(here, place, 0)[:, None]
         picked = jnp.take_along_axis(self.logits, index, axis=-1)[:, 0]
-        total = jnp.sum(self.logits, axis=-1) if options.label_smoothing else picked
+        if options.vocab_axes:
+            picked = options.over_vocabulary(jnp.where(here, picked, 0.0))
+        total = picked
+        if options.label_smoothing:
+            total = options.over_vocabulary(jnp.sum(self.logits, axis=-1))
         found = options.loss(self.lse[:, 0], jnp.where(known, picked, jnp.nan), total, vocab)
         return jnp.where(labels == options.ignore_index, 0.0, found)
 
@@ -208,8 +222,10 @@ class _Chunks:
 def _logits(
     hidden: jax.Array, weight: jax.Array, bias: jax.Array | None, options: LossOptions
 ) -> jax.Array:
-    products = _product(hidden, weight, (1, 1 if options.vocab_first else 0), _accumulation(hidden))
-    return options.logits(products, bias)
+    products = _product(
+        hidden, weight, (1, 1 if options.vocab_first else 0), accumulation_dtype(hidden.dtype)
+    )
+    return options.logits(products, None if bias is None else bias[None, :])
 
 
 def _product(a: jax.Array, b: jax.Array, contracted: tuple[int, int], dtype: Any) -> jax.Array:
@@ -242,7 +258,3 @@ def _add_weight_gradient(
     whole = size // vocab
     dweight = lax.fori_loop(0, whole, lambda j, sums: add(j * vocab, vocab, sums), dweight)
     return add(whole * vocab, size % vocab, dweight) if size % vocab else dweight
-
-
-def _accumulation(x: jax.Array) -> jnp.dtype:
-    return jnp.promote_types(x.dtype, jnp.float32)

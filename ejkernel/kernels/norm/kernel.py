@@ -18,11 +18,15 @@ from ejkernel.ops import (
     FwdParams,
     Invocation,
     Kernel,
+    Limit,
+    Limits,
     NearShapes,
+    Partitioning,
     Supports,
     device_kind,
 )
 
+from ..limits import COUNT, SUBLANES, WARPS
 from . import xla
 
 Output = jax.Array | tuple[jax.Array, jax.Array]
@@ -50,19 +54,47 @@ def _rows_fit(inv: Invocation[Any, Any]) -> str | None:
     return None
 
 
+LIMITS = {
+    "xla": Limits({"bwd.blocksize_m": COUNT}),
+    "pallas": Limits({"fwd.blocksize_m": SUBLANES, "bwd.blocksize_m": SUBLANES}),
+    "triton": Limits(
+        {
+            "fwd.blocksize_m": Limit(least=1, most=4096, power_of_two=True),  # rows of a tile
+            "bwd.blocksize_m": COUNT,  # walked over one by one
+            "fwd.num_warps": WARPS,
+            "bwd.num_warps": WARPS,
+        }
+    ),
+}
+
+
 class NormKernel(Kernel[NormConfig, Output]):
     """Normalisation of the last axis of `x`, with the arguments of `rms_norm` and `layer_norm`."""
 
     centered: ClassVar[bool]
 
+    limits: ClassVar[Mapping[str, Limits]] = LIMITS
     supports: ClassVar[Mapping[str, Supports]] = {
-        name: Supports(dtypes=("float32", "bfloat16", "float16"), rules=(_rows_fit,))
+        name: Supports(
+            dtypes=("float32", "bfloat16", "float16"), without=("feature_axes",), rules=(_rows_fit,)
+        )
         for name in ("pallas", "triton")
     }
     # Blocks are chosen for a row's length; how many rows there are hardly matters.
     near_shapes = NearShapes(
         *(Dimension(argument=0, axis=axis, rounding="nearest") for axis in (0, -2)), within=4.0
     )
+
+    def partitioning(self, inv: Invocation[Any, Any]) -> Partitioning:
+        outputs = "... d" if inv.kwargs.get("residual") is None else "... d, ... d"
+        return Partitioning(
+            f"... d, d -> {outputs}",
+            keywords={"bias": "d", "residual": "... d"},
+            across={"d": "feature_axes"},
+        )
+
+    def entries_are_independent(self, *args: Any, **options: Any) -> bool:
+        return True
 
     # --- any XLA device --------------------------------------------------------------------------
 
@@ -76,6 +108,7 @@ class NormKernel(Kernel[NormConfig, Output]):
         bias: jax.Array | None = None,
         residual: jax.Array | None = None,
         weight_offset: float = 0.0,
+        feature_axes: tuple[str, ...] = (),
     ) -> Output:
         return self.fwd_with_residuals_xla(
             x,
@@ -85,6 +118,7 @@ class NormKernel(Kernel[NormConfig, Output]):
             bias=bias,
             residual=residual,
             weight_offset=weight_offset,
+            feature_axes=feature_axes,
         )[0]
 
     def fwd_with_residuals_xla(
@@ -97,6 +131,7 @@ class NormKernel(Kernel[NormConfig, Output]):
         bias: jax.Array | None = None,
         residual: jax.Array | None = None,
         weight_offset: float = 0.0,
+        feature_axes: tuple[str, ...] = (),
     ) -> tuple[Output, xla.Moments]:
         summed = x if residual is None else x + residual
         out, moments = xla.forward(
@@ -106,6 +141,7 @@ class NormKernel(Kernel[NormConfig, Output]):
             eps=eps,
             weight_offset=weight_offset,
             centered=self.centered,
+            feature_axes=feature_axes,
         )
         return (out if residual is None else (out, summed)), moments
 
@@ -121,6 +157,7 @@ class NormKernel(Kernel[NormConfig, Output]):
         bias: jax.Array | None = None,
         residual: jax.Array | None = None,
         weight_offset: float = 0.0,
+        feature_axes: tuple[str, ...] = (),
     ) -> tuple[Any, ...]:
         del eps  # it is in the moments
         summed, gradient = (x, dout) if residual is None else (out[1], dout[0])
@@ -133,6 +170,7 @@ class NormKernel(Kernel[NormConfig, Output]):
             weight_offset=weight_offset,
             centered=self.centered,
             rows=cfg.bwd.blocksize_m or _default_rows(x),
+            feature_axes=feature_axes,
         )
         dx = found.dx if residual is None else (found.dx + dout[1]).astype(x.dtype)
         return _gradients(found._replace(dx=dx), len(weight), bias, residual)

@@ -135,7 +135,9 @@ def backward(
             values, rstd = tile.moments(tile.load(ref["x"]), eps, centered)
             gradient = tile.load(ref["dout"]).astype(jnp.float32)
             scaled = gradient if scale is None else gradient * scale
-            shrink = rstd**3 * (jnp.sum(scaled * values, axis=1, keepdims=True) / features)
+            # Not the cube, which leaves float32 for rows of very small or large numbers.
+            average = jnp.sum(scaled * values, axis=1, keepdims=True) / features
+            shrink = rstd * (rstd * (rstd * average))
             dx = rstd * scaled - values * shrink
             if centered:
                 dx = dx - rstd * (jnp.sum(scaled, axis=1, keepdims=True) / features)

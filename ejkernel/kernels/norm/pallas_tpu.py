@@ -116,7 +116,9 @@ def backward(
         scaled = gradient
         if "weight" in ref:
             scaled = gradient * (ref["weight"][...].astype(jnp.float32) + weight_offset)
-        dx = rstd * scaled - values * (rstd**3 * jnp.mean(scaled * values, -1, keepdims=True))
+        # Not the cube, which leaves float32 for rows of very small or large numbers.
+        average = jnp.mean(scaled * values, -1, keepdims=True)
+        dx = rstd * scaled - values * (rstd * (rstd * (rstd * average)))
         if centered:
             dx = dx - rstd * jnp.mean(scaled, axis=-1, keepdims=True)
         if "dsummed" in ref:

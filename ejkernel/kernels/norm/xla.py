@@ -34,6 +34,7 @@ Example:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -41,6 +42,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.ops.core.varying import vary_alike
+
+from ..dtypes import accumulation_dtype
 from ..slicing import put_in_dim, take_in_dim
 
 
@@ -67,6 +71,7 @@ def forward(
     eps: float,
     weight_offset: float = 0.0,
     centered: bool,
+    feature_axes: tuple[str, ...] = (),
 ) -> tuple[jax.Array, Moments]:
     """Normalise the last axis.
 
@@ -77,20 +82,21 @@ def forward(
         eps: Added to the mean square.
         weight_offset: Added to the weight.
         centered: Whether the mean is subtracted first (layer norm).
+        feature_axes: Mesh axes over which the features are sharded, inside of a ``shard_map``.
 
     Returns:
         The output, in the shape and dtype of ``x``, and the moments of the rows.
     """
-    values = x.astype(accumulation_dtype(x))
-    mean = jnp.mean(values, axis=-1, keepdims=True) if centered else None
+    values = x.astype(accumulation_dtype(x.dtype))
+    mean = _mean(values, feature_axes) if centered else None
     values = values if mean is None else values - mean
-    rstd = lax.rsqrt(jnp.mean(values * values, axis=-1, keepdims=True) + eps)
+    rstd = lax.rsqrt(_mean(values * values, feature_axes) + eps)
     out = values * rstd
     scale = scale_of(weight, weight_offset, values.dtype)
     if scale is not None:
-        out = out * scale
+        out = out * _per_feature(scale, out)
     if bias is not None:
-        out = out + bias.astype(values.dtype)
+        out = out + _per_feature(bias.astype(values.dtype), out)
     return out.astype(x.dtype), Moments(mean, rstd)
 
 
@@ -104,6 +110,7 @@ def backward(
     weight_offset: float = 0.0,
     centered: bool,
     rows: int | None = None,
+    feature_axes: tuple[str, ...] = (),
 ) -> Gradients:
     """Gradients of the inputs of :func:`forward`.
 
@@ -118,26 +125,28 @@ def backward(
         Gradients with the shapes of their inputs; ``dx`` has the dtype of ``x``, the others are
         sums over all rows and have that of the accumulation.
     """
-    features = x.shape[-1]
-    dtype = accumulation_dtype(x)
+    features = x.shape[-1] * _parts(feature_axes)
+    dtype = accumulation_dtype(x.dtype)
     scale = scale_of(weight, weight_offset, dtype)
 
     def whole(x: jax.Array, dout: jax.Array, moments: Moments) -> Gradients:
         gradient = dout.astype(dtype)
         values = x.astype(dtype) if moments.mean is None else x.astype(dtype) - moments.mean
         product = gradient * values
-        shrink = (moments.rstd**3 / features) * _row_sums(product, scale)
-        scaled = gradient if scale is None else gradient * scale
+        # One after the other: the cube alone leaves float32 for rows below 1e-13 and above 1e12.
+        rstd = moments.rstd
+        shrink = rstd * (rstd * (rstd * (_row_sums(product, scale, feature_axes) / features)))
+        scaled = gradient if scale is None else gradient * _per_feature(scale, gradient)
         dx = moments.rstd * scaled - values * shrink
         if moments.mean is not None:
-            dx = dx - (moments.rstd / features) * _row_sums(gradient, scale)
+            dx = dx - (moments.rstd / features) * _row_sums(gradient, scale, feature_axes)
         return Gradients(
             dx.astype(x.dtype),
             None if weight is None else _column_sums(moments.rstd[..., 0], product),
             None if bias is None else _column_sums(jnp.ones_like(moments.rstd[..., 0]), gradient),
         )
 
-    count = x.size // max(features, 1)
+    count = x.size // max(x.shape[-1], 1)
     if rows is None or rows >= count:
         return whole(x, dout, moments)
     return _in_blocks(whole, x, dout, moments, rows)
@@ -157,11 +166,6 @@ def default_rows(rows: int, features: int) -> int | None:
     return min(rows, max(8, 2**18 // max(features, 1)))
 
 
-def accumulation_dtype(x: jax.Array) -> jnp.dtype:
-    """Float32, or float64 for float64 input."""
-    return jnp.promote_types(x.dtype, jnp.float32)
-
-
 def scale_of(
     weight: jax.Array | None, weight_offset: float, dtype: jax.typing.DTypeLike
 ) -> jax.Array | None:
@@ -172,12 +176,31 @@ def scale_of(
     return scale + weight_offset if weight_offset else scale
 
 
-def _row_sums(matrix: jax.Array, scale: jax.Array | None) -> jax.Array:
+def _per_feature(numbers: jax.Array, like: jax.Array) -> jax.Array:
+    """One number per feature with as many axes as the rows have."""
+    return jnp.expand_dims(numbers, tuple(range(like.ndim - 1)))
+
+
+def _row_sums(
+    matrix: jax.Array, scale: jax.Array | None, feature_axes: tuple[str, ...]
+) -> jax.Array:
     """The sum of each row, `(..., 1)`, weighted by ``scale``."""
     if scale is None:
-        return jnp.sum(matrix, axis=-1, keepdims=True)
-    # On a TPU products of float32 are rounded to bfloat16 unless told otherwise.
-    return jnp.dot(matrix, scale, precision=lax.Precision.HIGHEST)[..., None]
+        sums = jnp.sum(matrix, axis=-1, keepdims=True)
+    else:
+        # On a TPU products of float32 are rounded to bfloat16 unless told otherwise.
+        sums = jnp.dot(matrix, scale, precision=lax.Precision.HIGHEST)[..., None]
+    return lax.psum(sums, feature_axes) if feature_axes else sums
+
+
+def _mean(values: jax.Array, feature_axes: tuple[str, ...]) -> jax.Array:
+    """The mean of each row, `(..., 1)`."""
+    mean = jnp.mean(values, axis=-1, keepdims=True)
+    return lax.psum(mean, feature_axes) / _parts(feature_axes) if feature_axes else mean
+
+
+def _parts(axes: tuple[str, ...]) -> int:
+    return math.prod(lax.axis_size(axis) for axis in axes)
 
 
 def _column_sums(factors: jax.Array, matrix: jax.Array) -> jax.Array:
@@ -210,7 +233,7 @@ def _in_blocks(
 
     kinds = jax.eval_shape(whole, x, dout, moments)
     sums: Gradients = jax.tree.map(lambda kind: jnp.zeros(kind.shape, kind.dtype), kinds)
-    sums = sums._replace(dx=sums.dx.reshape(-1, features))
+    sums = vary_alike(sums._replace(dx=sums.dx.reshape(-1, features)), flat)
     sums = lax.fori_loop(0, full, lambda i, sums: add(i * rows, rows, sums), sums)
     if count % rows:
         sums = add(full * rows, count % rows, sums)

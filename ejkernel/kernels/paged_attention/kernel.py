@@ -9,8 +9,19 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from ejkernel.ops import Dimension, Invocation, Kernel, NearShapes, Supports
+from ejkernel.ops import (
+    Dimension,
+    Invocation,
+    Kernel,
+    Limit,
+    Limits,
+    NearShapes,
+    Partitioning,
+    Supports,
+)
 
+from ..limits import COUNT, launch
+from ..promotion import usual_promotion
 from . import xla
 from .reference import paged_attention_reference
 
@@ -68,6 +79,16 @@ def features_fit_a_gpu(inv: Invocation[Any, Any]) -> str | None:
     return None
 
 
+LIMITS = {
+    "xla": Limits({"pages_per_step": COUNT}),
+    "pallas": Limits({"pages_per_step": Limit(least=1, most=64)}),  # each is an operand of its own
+    "triton": Limits(
+        {"block_k": Limit(least=1, most=1024), "num_key_splits": Limit(least=1, most=1024)}
+        | launch("")
+    ),
+}
+
+
 class PagedAttention(Kernel[PagedAttentionConfig, jax.Array]):
     """Attention of the last tokens of sequences whose keys and values are in pages.
 
@@ -76,12 +97,18 @@ class PagedAttention(Kernel[PagedAttentionConfig, jax.Array]):
     """
 
     version = "1"
+    limits: ClassVar[Mapping[str, Limits]] = LIMITS
     supports: ClassVar[Mapping[str, Supports]] = {
         "pallas": Supports(dtypes=("float32", "bfloat16"), rules=(rows_fit_a_tpu,)),
         "triton": Supports(
             dtypes=("float32", "bfloat16", "float16"), rules=(rows_fit_a_gpu, features_fit_a_gpu)
         ),
     }
+    partitioning = Partitioning(
+        "b s (k g) d, n p k d, n p k e, b m, b -> b s (k g) e",
+        keywords={"sinks": "(k g)"},
+        independent="b k g",
+    )
     # What is best for a step depends on the pages; how many there are hardly matters.
     near_shapes = NearShapes(
         Dimension(argument=(0, 3, 4), axis=0, rounding="nearest"),
@@ -92,6 +119,9 @@ class PagedAttention(Kernel[PagedAttentionConfig, jax.Array]):
 
     def __init__(self) -> None:
         super().__init__(name="paged_attention")
+
+    def entries_are_independent(self, *args: Any, **options: Any) -> bool:
+        return True
 
     def reference(self, *args: jax.Array, **options: Any) -> jax.Array:
         return paged_attention_reference(*args, **options)
@@ -126,6 +156,7 @@ class PagedAttention(Kernel[PagedAttentionConfig, jax.Array]):
 
     # Nobody trains through a cache of pages in a loop, but gradients through a decoding step are
     # asked for now and then (sinks, learned prefixes). They are those of the definition.
+    @usual_promotion
     def custom_vjp(
         self,
         primals: tuple[jax.Array, ...],

@@ -16,11 +16,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from ..promotion import usual_promotion
+
 _SMALLEST_BLOCK = 16  # of Triton's matrix products
 _HIDDEN_SCORE = -1e30
 _LOWEST_MAXIMUM = -0.5e30
 
 
+@usual_promotion
 def forward(
     q: jax.Array,
     k_pages: jax.Array,

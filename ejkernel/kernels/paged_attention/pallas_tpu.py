@@ -20,11 +20,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ..promotion import usual_promotion
+
 _LANES = 128
 _HIDDEN_SCORE = -1e30
 _LOWEST_MAXIMUM = -0.5e30
 
 
+@usual_promotion
 def forward(
     q: jax.Array,
     k_pages: jax.Array,

@@ -5,7 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from ..dtypes import accumulation_dtype
+from ..promotion import usual_promotion
 
+
+@usual_promotion
 def paged_attention_reference(
     q: jax.Array,
     k_pages: jax.Array,
@@ -45,8 +49,8 @@ def paged_attention_reference(
         sinks: A logit per head that takes part in the denominator only, ``(heads,)``.
 
     Returns:
-        ``(batch, tokens, heads, value_dim)`` in the dtype of ``q``, computed in float32. A query
-        that sees no key gives zeros.
+        ``(batch, tokens, heads, value_dim)`` in the dtype of ``q``, computed in float32 (float64
+        for float64). A query that sees no key gives zeros.
 
     Example:
         >>> import jax.numpy as jnp
@@ -59,29 +63,33 @@ def paged_attention_reference(
     page_size, kv_heads = k_pages.shape[1:3]
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     exact = jax.lax.Precision.HIGHEST
+    wide = accumulation_dtype(q.dtype)
     keys = page_table.shape[1] * page_size
 
     def gathered(pages: jax.Array) -> jax.Array:
-        found = pages[jnp.clip(page_table, 0, pages.shape[0] - 1)].astype(jnp.float32)
+        found = pages[jnp.clip(page_table, 0, pages.shape[0] - 1)].astype(wide)
         return found.reshape(batch, keys, kv_heads, pages.shape[3])
-
-    grouped_q = q.astype(jnp.float32).reshape(batch, tokens, kv_heads, -1, head_dim)
-    scores = scale * jnp.einsum("bthgd,bkhd->bhgtk", grouped_q, gathered(k_pages), precision=exact)
-    if logits_soft_cap is not None:
-        scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
 
     position = jnp.minimum(lengths, keys)[:, None, None] - tokens + jnp.arange(tokens)[:, None]
     key = jnp.arange(keys)
     visible = key <= position
     if window is not None:
         visible &= key >= position - window
+    # What no query of a sequence sees may be anything: zero times NaN would be NaN.
+    seen = jnp.any(visible, axis=1)[:, :, None, None]
+    k, v = (jnp.where(seen, gathered(pages), 0.0) for pages in (k_pages, v_pages))
+
+    grouped_q = q.astype(wide).reshape(batch, tokens, kv_heads, -1, head_dim)
+    scores = scale * jnp.einsum("bthgd,bkhd->bhgtk", grouped_q, k, precision=exact)
+    if logits_soft_cap is not None:
+        scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
     scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
 
     # A row without keys has the maximum -inf, and -inf - -inf would be NaN.
     row_max = jnp.max(scores, axis=-1, keepdims=True)
     empty = jnp.isneginf(row_max)
     if sinks is not None:
-        logits = sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1, 1)
+        logits = sinks.astype(wide).reshape(1, kv_heads, -1, 1, 1)
         row_max = jnp.maximum(row_max, logits)
     shift = jax.lax.stop_gradient(jnp.where(jnp.isneginf(row_max), 0.0, row_max))
     weights = jnp.exp(scores - shift)
@@ -89,8 +97,5 @@ def paged_attention_reference(
     if sinks is not None:
         total = total + jnp.exp(logits - shift)
     probabilities = weights / jnp.where(empty, 1.0, total)
-    # What no query of a sequence sees may be anything: zero times NaN would be NaN.
-    seen = jnp.any(visible, axis=1)[:, :, None, None]
-    values = jnp.where(seen, gathered(v_pages), 0.0)
-    out = jnp.einsum("bhgtk,bkhd->bthgd", probabilities, values, precision=exact)
+    out = jnp.einsum("bhgtk,bkhd->bthgd", probabilities, v, precision=exact)
     return out.reshape(batch, tokens, heads, v_pages.shape[3]).astype(q.dtype)

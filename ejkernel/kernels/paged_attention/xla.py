@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..promotion import usual_promotion
 from ..slicing import take_in_dim, take_rows
 
 # Both are finite, because -inf - -inf is NaN. The maximum starts above hidden scores, so that their
@@ -26,6 +27,7 @@ _LOWEST_MAXIMUM = -0.5e30
 _GATHERED_AT_ONCE = 2**20  # bytes of keys, in float32
 
 
+@usual_promotion
 def forward(
     q: jax.Array,
     k_pages: jax.Array,
@@ -57,7 +59,7 @@ def forward(
     rows = q.reshape(batch, tokens, kv_heads, group, head_dim).swapaxes(1, 2)
     rows = rows.reshape(batch, kv_heads, tokens * group, head_dim)
     rows = softmax_scale * rows.astype(jnp.float32)
-    token = jnp.arange(tokens * group) // group
+    token = jnp.arange(tokens * group, dtype=jnp.int32) // group
     sink = None if sinks is None else _sink_rows(sinks, kv_heads, tokens)
 
     def tile(cache: jax.Array, numbers: jax.Array) -> jax.Array:
@@ -66,7 +68,7 @@ def forward(
 
     def only_seen(values: jax.Array, first: Any, length: jax.Array) -> jax.Array:
         """Zeros for keys that no query sees: there may be NaN, which no weight would hide."""
-        key = first + jnp.arange(keys)
+        key = first + jnp.arange(keys, dtype=jnp.int32)
         seen = key < length
         if window is not None:
             seen &= key >= length - tokens - window
@@ -77,7 +79,7 @@ def forward(
         found = jnp.einsum("hrd,khd->hrk", q_rows, k_tile)
         if logits_soft_cap is not None:
             found = logits_soft_cap * jnp.tanh(found / logits_soft_cap)
-        key = first + jnp.arange(keys)
+        key = first + jnp.arange(keys, dtype=jnp.int32)
         position = (length - tokens + token)[:, None]
         visible = key <= position
         if window is not None:
@@ -101,7 +103,7 @@ def forward(
                 values = only_seen(values, j * keys, length)
             return softmax.add(scores(q_rows, tile(k_pages, numbers), j * keys, length), values)
 
-        first = 0 if window is None else jnp.maximum(length - tokens - window, 0) // keys
+        first = jnp.int32(0) if window is None else jnp.maximum(length - tokens - window, 0) // keys
         last = jnp.maximum(length - 1, 0) // keys
         start = _Softmax.start(q_rows, value_dim)
         met: _Softmax = lax.fori_loop(first, last, add_pages, start)

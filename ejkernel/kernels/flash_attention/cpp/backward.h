@@ -17,6 +17,7 @@ constexpr long BOTH = ROWS * COLUMNS / common(ROWS, COLUMNS);
 class Backward {
   typedef Tile<192> Scores;
   static constexpr long MOST_ROWS = 384;
+  static constexpr float LARGE = 64;  // of a log-sum-exp: below it a probability has all its digits
 
  public:
   Backward(const Problem& problem, long block_q, long block_k, long workers)
@@ -34,6 +35,61 @@ class Backward {
   Array out, dout, dq, dk, dv;
   const float *lse, *dlse;
 
+  // --- what the softmax of each row comes to ---
+  // The weight of a score is 2^(score - shift) * share; the share is left to `dout` and `delta`, of
+  // which all gradients are multiples.
+  //
+  // In float32 a large log-sum-exp says little about a probability. Where there is one, all these
+  // are found from the scores, as they are rounded here, before the gradients are.
+  struct Statistics {
+    float *shift = nullptr, *share, *delta;  // for every row of every key head
+  } known;
+  bool exact = false;  // scores are computed before anything large is subtracted from them
+
+  bool has_large_scores() const {
+    const float* end = lse + p.batch * p.heads * p.q_len;
+    bool found = false;
+    for (const float* x = lse; x < end; x++) found |= __builtin_fabsf(*x) > LARGE && -*x < INFINITE;
+    return found;
+  }
+  long statistics_size() const { return 3 * p.batch * p.kv_heads * padded_rows(); }
+  void keep_statistics(float* memory) {
+    known.shift = memory;
+    known.share = memory + statistics_size() / 3;
+    known.delta = memory + statistics_size() / 3 * 2;
+    exact = has_large_scores();
+  }
+  long statistics_items() const { return p.batch * p.kv_heads * ceil_div(p.rows(), block_q_); }
+
+  // Those of a block of rows, before they are known.
+  void find_statistics(float* scratch, long item) const {
+    const long blocks = ceil_div(p.rows(), block_q_), head = item / blocks;
+    const long b = head / p.kv_heads, h = head % p.kv_heads;
+    const long first = item % blocks * block_q_;
+    const long last = least(first + block_q_, padded_rows());
+    Memory m(*this, scratch);
+    read_rows(m, b, h, {first, last}, Statistics());
+    if (exact) find_from_scores(m, b, h, first, last);
+    const long at = head * padded_rows();
+    for (long row = first; row < last; row++) {
+      known.shift[at + row] = m.shift[row];
+      known.share[at + row] = m.share[row];
+      known.delta[at + row] = m.delta[row];
+    }
+  }
+
+  // What a row adds to the gradient of its head's sink.
+  void write_sink_gradients(float* to) const {
+    for (long b = 0; b < p.batch; b++)
+      for (long h = 0; h < p.kv_heads; h++)
+        for (long row = 0; row < p.rows(); row++) {
+          const long at = (b * p.kv_heads + h) * padded_rows() + row;
+          const float sink = p.sink(b, h * p.group + row % p.group);
+          const float weight = exp2(all((sink - known.shift[at]) * p.to_log2))[0];
+          to[p.lse_at(b, h, row)] = known.share[at] * weight * -known.delta[at];
+        }
+  }
+
   long parts() const { return p.batch * p.kv_heads * parts_; }
   bool has_partial_sums() const { return parts_ > 1; }
   long padded_rows() const { return round_up(p.rows(), ROWS); }
@@ -49,7 +105,7 @@ class Backward {
     if (has_partial_sums()) m.dq = partial + item * dq_size();
     memset(m.dq, 0, dq_size() * sizeof(float));
     const Span rows = rows_that_see(b, begin, end);
-    if (rows.begin < rows.end) read_rows(m, b, h, rows);
+    if (rows.begin < rows.end) read_rows(m, b, h, rows, known);
     for (long key = begin; key < end; key += block_k_) add_block(m, b, h, key, end);
     if (!has_partial_sums())
       for (long row = 0; row < p.rows(); row++) write_dq(m.dq + row * p.padded_dim, b, h, row);
@@ -75,7 +131,7 @@ class Backward {
 
   // The pieces of a thread's memory.
   struct Memory {
-    float *q_strips, *q_panels, *dout_strips, *dout_panels, *lse, *delta, *dq;
+    float *q_strips, *q_panels, *dout_strips, *dout_panels, *shift, *share, *delta, *dq;
     float *k_transposed, *v_transposed, *k_panels, *dk, *dv, *weights, *slopes, *line;
     long size = 0;
 
@@ -90,7 +146,8 @@ class Backward {
       take(q_panels, rows * p.padded_dim);
       take(dout_strips, rows * p.value_dim);
       take(dout_panels, rows * p.padded_value_dim);
-      take(lse, rows);
+      take(shift, rows);
+      take(share, rows);
       take(delta, rows);
       take(dq, pass.has_partial_sums() ? 0 : pass.dq_size());
       take(k_transposed, keys * p.dim);
@@ -116,39 +173,122 @@ class Backward {
     return {first / ROWS * ROWS, round_up(last, ROWS)};
   }
 
-  void read_rows(const Memory& m, long b, long h, Span span) const {
+  void read_rows(const Memory& m, long b, long h, Span span, const Statistics& known) const {
     const long last = least(span.end, p.rows()), first = span.begin;
-    const Rows q = p.query_rows(p.q, b, h, p.dim);
-    const Rows d_out = p.query_rows(dout, b, h, p.value_dim);
+    Rows q = p.query_rows(p.q, b, h, p.dim);
+    Rows d_out = p.query_rows(dout, b, h, p.value_dim);
     const Rows o = p.query_rows(out, b, h, p.value_dim);
-    pack_strips(m.q_strips + first * p.dim, q, first, last, m.line, p.scale * LOG2_E);
-    pack_panels(m.q_panels + first * COLUMNS, padded_rows() * COLUMNS, q, first, last, m.line,
-                p.scale);
+    float* other = m.line + p.padded_value_dim;
+    for (long row = first; row < last; row++) {
+      if (known.shift) {
+        const long at = (b * p.kv_heads + h) * padded_rows() + row;
+        m.shift[row] = known.shift[at], m.share[row] = known.share[at];
+        m.delta[row] = known.delta[at] * known.share[at];
+        continue;
+      }
+      const long at = p.lse_at(b, h, row);
+      m.delta[row] = m.share[row] = 0, m.shift[row] = INFINITE;
+      if (lse[at] == -INFINITE) continue;  // it sees nothing: weights are 2^(score - infinity)
+      d_out.read(m.line, row), o.read(other, row);
+      float delta = 0;
+      for (long d = 0; d < p.value_dim; d++) delta += m.line[d] * other[d];
+      m.delta[row] = delta - (dlse ? dlse[at] : 0);
+      m.shift[row] = lse[at] * p.unit, m.share[row] = 1;
+      // Whoever sees something that is not finite gets NaN, and all that it sees gets it from there.
+      if (!is_finite_row(m.delta + row, 1) || !is_finite_row(m.shift + row, 1)) {
+        m.shift[row] = __builtin_nanf("");
+        if (p.may_hide()) m.delta[row] = 0;
+      }
+    }
+    q.clean = d_out.clean = p.may_hide();
+    q.factors = d_out.factors = m.share;
     pack_strips(m.dout_strips + first * p.value_dim, d_out, first, last, m.line);
     pack_panels(m.dout_panels + first * COLUMNS, padded_rows() * COLUMNS, d_out, first, last,
                 m.line);
+    // Queries have no share, but those that see nothing may hold anything.
+    for (long row = first; row < last; row++) m.share[row] = m.share[row] != 0;
+    pack_strips(m.q_strips + first * p.dim, q, first, last, m.line, p.scale * p.unit);
+    pack_panels(m.q_panels + first * COLUMNS, padded_rows() * COLUMNS, q, first, last, m.line,
+                p.scale);
     for (long row = last; row < span.end; row++) {  // of a last strip that is not full
       for (long d = 0; d < p.padded_dim; d += COLUMNS)
         memset(m.q_panels + d * padded_rows() + row * COLUMNS, 0, COLUMNS * sizeof(float));
       for (long d = 0; d < p.padded_value_dim; d += COLUMNS)
         memset(m.dout_panels + d * padded_rows() + row * COLUMNS, 0, COLUMNS * sizeof(float));
-      m.lse[row] = INFINITE, m.delta[row] = 0;
+      m.shift[row] = INFINITE, m.share[row] = m.delta[row] = 0;
     }
-    float* other = m.line + p.padded_value_dim;
-    for (long row = first; row < last; row++) {
-      d_out.read(m.line, row), o.read(other, row);
-      float delta = 0;
-      for (long d = 0; d < p.value_dim; d++) delta += m.line[d] * other[d];
+  }
+
+  // The statistics of rows [first, last) from their scores; those of unseen and NaN rows stay.
+  __attribute__((noinline)) void find_from_scores(const Memory& m, long b, long h, long first,
+                                                  long last) const {
+    const Rows k = clean(p.key_rows(p.k, b, h, p.dim)), v = clean(p.key_rows(p.v, b, h, p.value_dim));
+    float top[MOST_ROWS], total[MOST_ROWS], weighted[MOST_ROWS];
+    for (long r = 0; r < last - first; r++) top[r] = -INFINITE, total[r] = weighted[r] = 0;
+    for (int pass = 0; pass < 2; pass++) {
+      for (long key = 0; key < p.k_len; key += block_k_) {
+        const long end = least(key + block_k_, p.k_len);
+        pack_transposed(m.k_transposed, k, key, end, m.line);
+        if (pass) pack_transposed(m.v_transposed, v, key, end, m.line);
+        for (long s = 0; s < last - first; s += ROWS) {
+          const StripMask mask(p, b, h, first + s);
+          const StripBias bias(p, b, h, first + s);
+          for (long c = 0; c < end - key; c += COLUMNS) {
+            if (!mask.sees(key + c)) continue;
+            Sums scores, products;
+            clear(scores), clear(products);
+            multiply_strip(scores, m.q_strips + (first + s) * p.dim, m.k_transposed + c * p.dim, p.dim);
+            if (p.soft_cap != 0) cap(scores, m.slopes);
+            if (bias.given) bias.add(scores, key + c);
+            if (pass) {
+              subtract(scores, top + s, p.to_log2);
+              multiply_strip(products, m.dout_strips + (first + s) * p.value_dim,
+                             m.v_transposed + c * p.value_dim, p.value_dim);
+            }
+            if (mask.hides_some_of(key + c)) mask.hide(scores, key + c);
+            for (int r = 0; r < ROWS; r++)
+              for (int j = 0; j < VECTORS; j++) {
+                if (!pass) {
+                  const float found = largest(scores[r][j]);
+                  top[s + r] = found > top[s + r] ? found : top[s + r];
+                  continue;
+                }
+                const vec weight = exp2(scores[r][j]);
+                const vec more = select(weight == vec{}, vec{}, weight * products[r][j]);
+                total[s + r] += sum(weight), weighted[s + r] += sum(more);
+              }
+          }
+        }
+      }
+      for (long r = 0; r < last - first && !pass; r++)
+        top[r] = top[r] == -INFINITE ? 0 : top[r];
+    }
+    for (long r = 0; r < last - first; r++) {
+      const long row = first + r;
+      if (row >= p.rows() || m.share[row] == 0 || m.shift[row] != m.shift[row] || total[r] == 0)
+        continue;
+      float shift = top[r];
+      if (p.sinks) {
+        const float sink = p.sink(b, h * p.group + row % p.group);
+        shift = sink > shift ? sink : shift;
+        const float shrink = exp2(all((top[r] - shift) * p.to_log2))[0];
+        weighted[r] *= shrink;
+        total[r] = total[r] * shrink + exp2(all((sink - shift) * p.to_log2))[0];
+      }
       const long at = p.lse_at(b, h, row);
-      m.delta[row] = delta - (dlse ? dlse[at] : 0);
-      // A row that sees nothing has no weights: 2^(score - infinity).
-      m.lse[row] = lse[at] == -INFINITE ? INFINITE : lse[at] * LOG2_E;
+      m.shift[row] = shift, m.share[row] = 1 / total[r];
+      m.delta[row] = weighted[r] / total[r] - (dlse ? dlse[at] : 0);
     }
+  }
+
+  Rows clean(Rows rows) const {
+    rows.clean = p.may_hide();
+    return rows;
   }
 
   void add_block(const Memory& m, long b, long h, long key, long part_end) const {
     const long end = least(key + block_k_, part_end), count = end - key;
-    const Rows k = p.key_rows(p.k, b, h, p.dim), v = p.key_rows(p.v, b, h, p.value_dim);
+    const Rows k = clean(p.key_rows(p.k, b, h, p.dim)), v = clean(p.key_rows(p.v, b, h, p.value_dim));
     memset(m.dk, 0, block_k_ * p.padded_dim * sizeof(float));
     memset(m.dv, 0, block_k_ * p.padded_value_dim * sizeof(float));
     const Span rows = rows_that_see(b, key, end);
@@ -236,12 +376,16 @@ class Backward {
     float* weights = m.weights + tile_row * Scores::STRIDE + c;
     float* slopes = m.slopes + tile_row * Scores::STRIDE + c;
     Sums found;
-    begin_below(found, m.lse + row);
+    const bool capped = p.soft_cap != 0, plain = !capped && !bias.given && !exact;
+    begin_below(found, plain ? m.shift + row : NOTHING);
     multiply_strip(found, m.q_strips + row * p.dim, m.k_transposed + c * p.dim, p.dim);
-    const bool capped = p.soft_cap != 0;
-    if (__builtin_expect(capped, 0)) cap(found, m, row, c, slopes);
-    if (__builtin_expect(bias.given, 0)) bias.add(found, key + c);
-    if (__builtin_expect(mask.hides_some_of(key + c), 0)) mask.hide(found, key + c);
+    if (__builtin_expect(!plain, 0)) {
+      if (capped) cap(found, slopes);
+      if (bias.given) bias.add(found, key + c);
+      subtract(found, m.shift + row, p.to_log2);
+    }
+    const bool hides = mask.hides_some_of(key + c);
+    if (__builtin_expect(hides, 0)) mask.hide(found, key + c);
     EJ_UNROLL for (int r = 0; r < ROWS; r += TOGETHER) {
       vec some[TOGETHER * VECTORS];
       EJ_UNROLL for (int i = 0; i < TOGETHER * VECTORS; i++)
@@ -250,27 +394,27 @@ class Backward {
       EJ_UNROLL for (int i = 0; i < TOGETHER * VECTORS; i++)
         store(weights + (r + i / VECTORS) * Scores::STRIDE + i % VECTORS * LANES, some[i]);
     }
-    begin_below(found, m.delta + row);
+    begin_below(found, exact ? NOTHING : m.delta + row);
     multiply_strip(found, m.dout_strips + row * p.value_dim, m.v_transposed + c * p.value_dim,
                    p.value_dim);
+    if (__builtin_expect(exact, 0)) subtract(found, m.delta + row);
     EJ_UNROLL for (int r = 0; r < ROWS; r++)
       EJ_UNROLL for (int j = 0; j < VECTORS; j++) {
-        vec slope = load(weights + r * Scores::STRIDE + j * LANES) * found[r][j];
+        const vec weight = load(weights + r * Scores::STRIDE + j * LANES);
+        vec slope = weight * found[r][j];
         if (__builtin_expect(capped, 0)) slope *= load(slopes + r * Scores::STRIDE + j * LANES);
+        // Zero times what is too large for a number would be NaN.
+        if (__builtin_expect(hides, 0)) slope = select(weight == vec{}, vec{}, slope);
         store(slopes + r * Scores::STRIDE + j * LANES, slope);
       }
   }
 
-  // Computes scores anew, without the log-sum-exp (which may be infinite), and caps them; leaves the
-  // derivative of the cap where the slopes will be.
-  __attribute__((noinline)) void cap(Sums& scores, const Memory& m, long row, long c,
-                                     float* derivative) const {
-    clear(scores);
-    multiply_strip(scores, m.q_strips + row * p.dim, m.k_transposed + c * p.dim, p.dim);
+  // Caps scores and leaves the derivative of the cap where the slopes will be.
+  __attribute__((noinline)) void cap(Sums& scores, float* derivative) const {
     for (int r = 0; r < ROWS; r++)
       for (int j = 0; j < VECTORS; j++) {
-        vec t = tanh(scores[r][j] * (LN_2 / p.soft_cap));
-        scores[r][j] = t * (p.soft_cap * LOG2_E) - m.lse[row + r];
+        const vec t = tanh(scores[r][j] * (1 / (p.unit * p.soft_cap)));
+        scores[r][j] = t * (p.soft_cap * p.unit);
         store(derivative + r * Scores::STRIDE + j * LANES, 1.0f - t * t);
       }
   }

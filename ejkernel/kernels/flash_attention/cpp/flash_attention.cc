@@ -18,6 +18,8 @@ XLA_FFI_Error* out_of_memory(const Call& call) {
                     "flash_attention (native): no memory left for its blocks");
 }
 
+bool same(const Array& a, const Array& b) { return a.type == b.type && a.size() == b.size(); }
+
 XLA_FFI_Error* forward(const Call& call) {
   if (!call.has(10, 2))
     return call.error(XLA_FFI_Error_Code_INVALID_ARGUMENT,
@@ -25,10 +27,14 @@ XLA_FFI_Error* forward(const Call& call) {
   Problem p;
   if (const char* wrong = p.read(call))
     return call.error(XLA_FFI_Error_Code_INVALID_ARGUMENT, wrong);
-  p.sinks = Problem::optional<float>(call.argument(9));
 
-  Forward pass(p, call.integer("block_q"), call.integer("block_k"));
+  Forward pass(p, p.block_q, p.block_k);
   pass.out = call.result(0), pass.lse = call.result(1);
+  const long rows = p.batch * p.heads * p.q_len;
+  if (pass.out.type != p.q.type || pass.out.size() != rows * p.value_dim ||
+      pass.lse.type != Type::float32 || pass.lse.size() != rows)
+    return call.error(XLA_FFI_Error_Code_INVALID_ARGUMENT,
+                      "flash_attention (native): the results do not belong to q, k and v");
   const long workers = workers_for(call, p), each = Scratch::padded(pass.scratch_size());
   Scratch packed(pass.packed_size()), scratch(workers * each);
   if (packed.failed() || scratch.failed()) return out_of_memory(call);
@@ -45,23 +51,43 @@ XLA_FFI_Error* forward(const Call& call) {
 }
 
 XLA_FFI_Error* backward(const Call& call) {
-  if (!call.has(13, 3))
+  if (!call.has(14, 4))
     return call.error(XLA_FFI_Error_Code_INVALID_ARGUMENT,
-                      "flash_attention backward (native) takes 13 arrays and gives 3");
+                      "flash_attention backward (native) takes 14 arrays and gives 4");
   Problem p;
   if (const char* wrong = p.read(call))
     return call.error(XLA_FFI_Error_Code_INVALID_ARGUMENT, wrong);
 
   const long workers = workers_for(call, p);
-  Backward pass(p, call.integer("block_q"), call.integer("block_k"), workers);
-  pass.out = call.argument(9), pass.dout = call.argument(10);
-  pass.lse = Problem::optional<float>(call.argument(11));
-  pass.dlse = Problem::optional<float>(call.argument(12));
+  Backward pass(p, p.block_q, p.block_k, workers);
+  pass.out = call.argument(10), pass.dout = call.argument(11);
+  pass.lse = Problem::optional<float>(call.argument(12));
+  pass.dlse = Problem::optional<float>(call.argument(13));
   pass.dq = call.result(0), pass.dk = call.result(1), pass.dv = call.result(2);
+  const long rows = p.batch * p.heads * p.q_len;
+  if (!same(pass.dq, p.q) || !same(pass.dk, p.k) || !same(pass.dv, p.v) || !pass.out.size() ||
+      !pass.dout.size() || !pass.lse || !Problem::fits(pass.out, p.q.type, rows * p.value_dim) ||
+      !Problem::fits(pass.dout, p.q.type, rows * p.value_dim) ||
+      !Problem::fits(call.argument(12), Type::float32, rows) ||
+      !Problem::fits(call.argument(13), Type::float32, rows) ||
+      (p.sinks && (call.result(3).type != Type::float32 || call.result(3).size() != rows)))
+    return call.error(XLA_FFI_Error_Code_INVALID_ARGUMENT,
+                      "flash_attention backward (native): results and gradients do not belong to "
+                      "q, k and v");
+  const bool needs_statistics = p.sinks || pass.has_large_scores();
   const long each = pass.scratch_size(), busy = least(workers, pass.parts());
   Scratch partial(pass.partial_size()), scratch(busy * each);
-  if (partial.failed() || scratch.failed()) return out_of_memory(call);
+  Scratch statistics(needs_statistics ? pass.statistics_size() : 0);
+  if (partial.failed() || scratch.failed() || statistics.failed()) return out_of_memory(call);
 
+  if (needs_statistics) {
+    pass.keep_statistics(statistics.begin());
+    auto find = [&](long item, long worker) {
+      pass.find_statistics(scratch.begin() + worker * each, item);
+    };
+    Queue::run(call, pass.statistics_items(), busy, find);
+    if (p.sinks) pass.write_sink_gradients(static_cast<float*>(call.result(3).data));
+  }
   auto differentiate = [&](long item, long worker) {
     pass.differentiate(scratch.begin() + worker * each, partial.begin(), item);
   };

@@ -52,7 +52,7 @@ class Forward {
     for (long row = first; row < least(p.rows(), first + ROWS_PER_ITEM); row += ROWS)
       for (long h = 0; h < p.kv_heads; h++)
         pack_strips(queries(head(packed, b, h)) + row * p.dim, p.query_rows(p.q, b, h, p.dim), row,
-                    least(p.rows(), row + ROWS), scratch, p.scale * LOG2_E);
+                    least(p.rows(), row + ROWS), scratch, p.scale * p.unit);
   }
 
   void attend(float* packed, float* scratch, long item) const {
@@ -129,9 +129,18 @@ class Forward {
   void pack_keys(float* keys, float* scratch, long b, long h, long key) const {
     const long end = least(p.k_len, key + COLUMNS);
     float* values = keys + packed_keys();
+    Rows v = p.key_rows(p.v, b, h, p.value_dim);
     pack_transposed(keys + key * p.dim, p.key_rows(p.k, b, h, p.dim), key, end, scratch);
-    pack_panels(values + key * COLUMNS, p.padded_keys * COLUMNS,
-                p.key_rows(p.v, b, h, p.value_dim), key, end, scratch);
+    if (p.may_hide()) {
+      // Zero times NaN would be NaN in rows that do not see the key. Those that do see it get NaN
+      // through its score.
+      for (long c = 0; c < end - key; c++) {
+        v.read(scratch, key + c);
+        if (!is_finite_row(scratch, p.value_dim)) keys[key * p.dim + c] = __builtin_nanf("");
+      }
+      v.clean = true;
+    }
+    pack_panels(values + key * COLUMNS, p.padded_keys * COLUMNS, v, key, end, scratch);
     for (long c = end; c < key + COLUMNS; c++)
       for (long d = 0; d < p.padded_value_dim; d += COLUMNS)
         memset(values + d * p.padded_keys + c * COLUMNS, 0, COLUMNS * sizeof(float));
@@ -139,24 +148,36 @@ class Forward {
 
   long row_blocks() const { return ceil_div(p.rows(), block_q_); }
 
-  // Scores less the references.
+  // Scores less the references, to base 2.
   EJ_INLINE void score(Sums& scores, const float* strip, const float* keys, long key,
                        const StripMask& mask, const StripBias& bias,
                        const float* references) const {
-    begin_below(scores, references);
+    const bool plain = p.soft_cap == 0 && !bias.given;
+    begin_below(scores, plain ? references : NOTHING);
     multiply_strip(scores, strip, keys + key * p.dim, p.dim);
-    if (__builtin_expect(p.soft_cap != 0, 0)) cap(scores, references);
-    if (__builtin_expect(bias.given, 0)) bias.add(scores, key);
+    if (__builtin_expect(!plain, 0)) {
+      if (p.soft_cap != 0) cap(scores);
+      if (bias.given) bias.add(scores, key);
+      subtract(scores, references, p.to_log2);
+    }
     if (__builtin_expect(mask.hides_some_of(key), 0)) mask.hide(scores, key);
   }
 
-  __attribute__((noinline)) void cap(Sums& scores, const float* references) const {
+  // Scores as they are, in their own unit.
+  EJ_INLINE void score(Sums& scores, const float* strip, const float* keys, long key,
+                       const StripMask& mask, const StripBias& bias) const {
+    clear(scores);
+    multiply_strip(scores, strip, keys + key * p.dim, p.dim);
+    if (p.soft_cap != 0) cap(scores);
+    if (bias.given) bias.add(scores, key);
+    if (mask.hides_some_of(key)) mask.hide(scores, key);
+  }
+
+  __attribute__((noinline)) void cap(Sums& scores) const {
     for (int r = 0; r < ROWS; r++)
-      for (int j = 0; j < VECTORS; j++) {
-        vec score = scores[r][j] + references[r];
-        score = tanh(score * (LN_2 / p.soft_cap)) * (p.soft_cap * LOG2_E);
-        scores[r][j] = score - references[r];
-      }
+      for (int j = 0; j < VECTORS; j++)
+        scores[r][j] =
+            tanh(scores[r][j] * (1 / (p.unit * p.soft_cap))) * (p.soft_cap * p.unit);
   }
 
   void add_keys(Strip& strip, const float* queries, float* sums, const float* keys,
@@ -210,11 +231,10 @@ class Forward {
                                             const StripBias& bias, float* tile,
                                             float* shrink) const {
     vec top[ROWS];
-    const float none[ROWS] = {};
     for (int r = 0; r < ROWS; r++) top[r] = all(-INFINITE);
     for (long key = from; key < until; key += COLUMNS) {
       Sums scores;
-      score(scores, queries, keys, key, mask, bias, none);
+      score(scores, queries, keys, key, mask, bias);
       for (int r = 0; r < ROWS; r++)
         for (int j = 0; j < VECTORS; j++) top[r] = larger(scores[r][j], top[r]);
       store_sums(scores, tile + key - from, Scores::STRIDE);
@@ -226,11 +246,11 @@ class Forward {
       const float shift = reference == -INFINITE ? 0 : reference;
       strip.settled = strip.settled && reference != -INFINITE;
       strip.reference[r] = reference;
-      shrink[r] = exp2(all(before - shift))[0];
+      shrink[r] = exp2(all((before - shift) * p.to_log2))[0];
       vec total = strip.total[r] * shrink[r];
       float* row = tile + r * Scores::STRIDE;
       for (long c = 0; c < until - from; c += LANES) {
-        vec weight = exp2(load(row + c) - shift);
+        vec weight = exp2((load(row + c) - shift) * p.to_log2);
         store(row + c, weight);
         total += weight;
       }
@@ -243,17 +263,17 @@ class Forward {
     float shrink = 1;
     if (p.sinks && reference != -INFINITE) {
       // One more key, which has no value.
-      const float sink = p.sinks[h * p.group + row % p.group] * LOG2_E;
+      const float sink = p.sink(b, h * p.group + row % p.group);
       const float shift = sink > reference ? sink : reference;
-      shrink = __builtin_exp2f(reference - shift);
-      total = total * shrink + __builtin_exp2f(sink - shift);
+      shrink = __builtin_exp2f((reference - shift) * p.to_log2);
+      total = total * shrink + __builtin_exp2f((sink - shift) * p.to_log2);
       reference = shift;
     }
     const Rows rows = p.query_rows(out, b, h, p.value_dim);
     rows.fetch(row + 8);
     write_row(out.data, out.type, rows.at(row), p.value_dim, sums, total == 0 ? 0 : shrink / total);
     static_cast<float*>(lse.data)[p.lse_at(b, h, row)] =
-        total == 0 ? -INFINITE : reference * LN_2 + __builtin_logf(total);
+        total == 0 ? -INFINITE : (p.unit == 1 ? reference : reference * LN_2) + __builtin_logf(total);
   }
 
   const Problem& p;

@@ -29,12 +29,23 @@ struct Problem {
   long padded_keys, padded_dim, padded_value_dim;
   bool causal;
   long left, right;  // of the window; below 0: no limit
+  long block_q, block_k;
   float scale, soft_cap;  // 0: no cap
+  // Scores are kept as logarithms to base 2. But a bias can be so large that rounding leaves nothing
+  // else of a score, and what it leaves depends on the unit: with one, scores are what users know.
+  float unit, to_log2;
   Array q, k, v;
   const int32_t *q_lengths, *kv_lengths, *q_segments, *k_segments;  // or null
-  const float* sinks;                                               // or null
+  const float* sinks = nullptr;                                     // or null
+  long sinks_same_for = 1;  // examples that follow each other and have the same
   Table<uint8_t> mask;  // not 0 where a query may see a key
   Table<float> bias;    // added to the scores
+
+  bool may_hide() const {
+    return causal || left >= 0 || right >= 0 || q_lengths || kv_lengths || q_segments || mask.data ||
+           bias.data;
+  }
+  float sink(long b, long head) const { return sinks[b / sinks_same_for * heads + head] * unit; }
 
   // The rows of a key head: its queries, each with all the heads of the group.
   long rows() const { return q_len * group; }
@@ -80,17 +91,31 @@ struct Problem {
       return "q, k, v must be float32, bfloat16 or float16, all of them the same";
     q_len = q.last(3), heads = q.last(2), dim = q.last(1);
     k_len = k.last(3), kv_heads = k.last(2), value_dim = v.last(1);
-    if (!q_len || !k_len || !heads || !kv_heads || heads % kv_heads || k.last(1) != dim ||
-        v.last(3) != k_len || v.last(2) != kv_heads)
+    if (!q_len || !k_len || !heads || !kv_heads || !dim || !value_dim || heads % kv_heads ||
+        k.last(1) != dim || v.last(3) != k_len || v.last(2) != kv_heads)
       return "the shapes of q, k and v do not belong together";
     batch = q.size() / (q_len * heads * dim);
+    if (k.size() != batch * k_len * kv_heads * dim || v.size() != batch * k_len * kv_heads * value_dim)
+      return "q, k and v must have the same batch";
     group = heads / kv_heads;
     padded_keys = round_up(k_len, COLUMNS);
     padded_dim = round_up(dim, COLUMNS);
     padded_value_dim = round_up(value_dim, COLUMNS);
     causal = call.integer("causal");
-    left = call.integer("left", -1), right = call.integer("right", -1);
+    // A window beyond all positions is none: sums with it must not overflow.
+    left = least(call.integer("left", -1), q_len + k_len);
+    right = least(call.integer("right", -1), q_len + k_len);
     scale = call.number("scale"), soft_cap = call.number("soft_cap");
+    block_q = call.integer("block_q"), block_k = call.integer("block_k");
+    if (block_q < 1 || block_k < 1) return "block_q and block_k must be at least 1";
+    if (!__builtin_isfinite(scale) || !__builtin_isfinite(soft_cap) || soft_cap < 0)
+      return "scale and soft_cap must be finite, and soft_cap not negative";
+    if (!fits(call.argument(3), Type::int32, batch) || !fits(call.argument(4), Type::int32, batch))
+      return "q_lengths and kv_lengths must be int32, one for each example";
+    if (!fits(call.argument(5), Type::int32, batch * q_len) ||
+        !fits(call.argument(6), Type::int32, batch * k_len) ||
+        !call.argument(5).size() != !call.argument(6).size())
+      return "segments must be int32, one for each query and one for each key";
     q_lengths = optional<int32_t>(call.argument(3));
     kv_lengths = optional<int32_t>(call.argument(4));
     q_segments = optional<int32_t>(call.argument(5));
@@ -99,7 +124,21 @@ struct Problem {
       return "mask must be boolean and broadcast to (batch, heads, q_len, kv_len)";
     if (!read_table(bias, call.argument(8), Type::float32))
       return "bias must be float32 and broadcast to (batch, heads, q_len, kv_len)";
+    unit = bias.data ? 1 : LOG2_E, to_log2 = bias.data ? LOG2_E : 1;
+    const Array given = call.argument(9);
+    sinks = optional<float>(given);
+    if (sinks) {
+      const long examples = given.size() / heads;
+      if (given.type != Type::float32 || examples == 0 || given.size() % heads || batch % examples)
+        return "sinks must be float32, one for each query head";
+      sinks_same_for = batch / examples;
+    }
     return nullptr;
+  }
+
+  // True for an array with so many numbers of this type, and for one that is not given.
+  static bool fits(const Array& x, Type type, long count) {
+    return x.size() == 0 || (x.type == type && x.size() == count);
   }
 
   // False if the array is not of this type, or does not fit.
@@ -254,7 +293,7 @@ struct StripBias {
   EJ_INLINE void add(Sums& scores, long key) const {
     for (int r = 0; r < ROWS; r++)
       for (int j = 0; j < VECTORS; j++)
-        scores[r][j] += (one ? all(*rows[r]) : part(rows[r], key + j * LANES)) * LOG2_E;
+        scores[r][j] += one ? all(*rows[r]) : part(rows[r], key + j * LANES);
   }
 
  private:

@@ -38,6 +38,15 @@ EJ_INLINE void begin_below(Sums& sums, const float* numbers) {
     EJ_UNROLL for (int j = 0; j < VECTORS; j++) sums[r][j] = all(-numbers[r]);
 }
 
+// As if the sums had begun so: less a number per row, and then times `factor`. A number that is large
+// beside the sums has to be subtracted from all of it at once, or it takes their digits away.
+EJ_INLINE void subtract(Sums& sums, const float* numbers, float factor = 1) {
+  EJ_UNROLL for (int r = 0; r < ROWS; r++)
+    EJ_UNROLL for (int j = 0; j < VECTORS; j++)
+      sums[r][j] = (sums[r][j] - all(numbers[r])) * factor;
+}
+constexpr float NOTHING[ROWS] = {};
+
 EJ_INLINE void load_sums(Sums& sums, const float* from, long stride) {
   EJ_UNROLL for (int r = 0; r < ROWS; r++)
     EJ_UNROLL for (int j = 0; j < VECTORS; j++) sums[r][j] = load(from + r * stride + j * LANES);
@@ -96,11 +105,19 @@ struct Rows {
   long first;         // where row 0 begins
   long query_stride;  // from row r to row r + group
   long group;         // rows of one query lie behind each other
+  bool clean = false;               // zero instead of what is not finite
+  const float* factors = nullptr;   // of each row, if not null; a row with 0 is zero, whatever it holds
 
   long at(long r) const { return first + r / group * query_stride + r % group * width; }
   void read(float* to, long r, float factor = 1) const {
     fetch(r + 8);
+    if (factors) factor *= factors[r];
+    if (factor == 0) {
+      memset(to, 0, width * sizeof(float));
+      return;
+    }
     read_row(to, data, type, at(r), width, factor);
+    if (clean) clean_row(to, width);
   }
   // Also of rows that do not exist: nothing is read.
   void fetch(long r) const { fetch_row(data, type, at(r), width); }

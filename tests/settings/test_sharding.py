@@ -1,0 +1,144 @@
+"""Every operation × kind of mesh × sharded dimension × pass: right, and it stays sharded."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+
+from ejkernel import modules
+from tests.settings.examples import EXAMPLES, Example
+
+PAIRS = [
+    pytest.param(example, dims, id=f"{example}-{dims.replace(' ', '')}")
+    for example in EXAMPLES
+    for dims in example.shardable
+]
+KINDS = [pytest.param(AxisType.Explicit, id="explicit"), pytest.param(AxisType.Auto, id="auto")]
+
+
+def _mesh(kind: AxisType, shape=(4,), names=("x",)):
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+
+
+def _placed(example: Example, arrays, mesh, axes):
+    specs = example.specs(axes)
+    return {n: jax.device_put(a, NamedSharding(mesh, specs[n])) for n, a in arrays.items()}
+
+
+def _axes(dims: str, axis: str = "x"):
+    return dict.fromkeys(dims.split(), axis)
+
+
+def _assert_close(found, expected):
+    found, expected = jax.tree.map(np.asarray, (found, expected))
+    for path, value in jax.tree_util.tree_leaves_with_path(expected):
+        other = dict(jax.tree_util.tree_leaves_with_path(found))[path]
+        scale = max(1.0, np.abs(value).max())
+        np.testing.assert_allclose(other, value, atol=3e-5 * scale, rtol=0, err_msg=str(path))
+
+
+def _spec_of(array) -> tuple:
+    entries = [None if e in (None, ()) else e for e in array.sharding.spec]
+    entries = [e[0] if isinstance(e, tuple) and len(e) == 1 else e for e in entries]
+    return (*entries, *(None,) * (array.ndim - len(entries)))
+
+
+def test_every_operation_has_an_example():
+    assert {example.operation for example in EXAMPLES} == set(modules.OPERATIONS)
+
+
+@functools.cache
+def _expected(example: Example):
+    """Outputs and gradients without any mesh."""
+    arrays = example.inputs()
+    return jax.jit(lambda a: (example(**a), example.gradients(a)))(arrays)
+
+
+def _check_on_mesh(example: Example, mesh, axes):
+    """Outputs and gradients are right and sharded, and nothing is gathered for them."""
+    with jax.set_mesh(mesh):
+        placed = _placed(example, example.inputs(), mesh, axes)
+        program = jax.jit(lambda a: (example(**a), example.gradients(a))).lower(placed).compile()
+        out, gradients = program(placed)
+    text = program.as_text()
+    assert "all-gather" not in text
+    assert "all-to-all" not in text
+    _assert_close((out, gradients), _expected(example))
+    for array, names in zip(out, example.outputs, strict=True):
+        assert _spec_of(array) == tuple(example.spec(names, axes))
+    for name, array in gradients.items():
+        assert _spec_of(array) == tuple(example.specs(axes)[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("example", "dims"), PAIRS)
+def test_one_dimension_is_sharded(example, dims, kind):
+    _check_on_mesh(example, _mesh(kind), _axes(dims))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("example", [e for e in EXAMPLES if len(e.shardable) > 1], ids=str)
+def test_two_dimensions_are_sharded(example, kind):
+    first, second = example.shardable[:2]
+    axes = {**_axes(first, "x"), **_axes(second, "y")}
+    _check_on_mesh(example, _mesh(kind, (2, 2), ("x", "y")), axes)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    ("example", "dims"),
+    [
+        pytest.param(example, dims, id=f"{example}-{dims.replace(' ', '')}")
+        for example in EXAMPLES
+        for dims in example.local
+    ],
+)
+def test_inside_shard_map(example, dims, check_vma):
+    mesh, axes = _mesh(AxisType.Auto), _axes(dims)
+    mapped = jax.shard_map(
+        lambda a: example(**a),
+        mesh=mesh,
+        in_specs=(example.specs(axes),),
+        out_specs=[example.spec(names, axes) for names in example.outputs],
+        check_vma=check_vma,
+    )
+
+    class Mapped(Example):
+        def __call__(self, **arrays):
+            return mapped(arrays)
+
+    inside = Mapped(**{f: getattr(example, f) for f in example.__dataclass_fields__})
+    program = jax.jit(lambda a: (mapped(a), inside.gradients(a))).lower(example.inputs()).compile()
+    assert "all-gather" not in program.as_text()
+    _assert_close(program(example.inputs()), _expected(example))
+
+
+@pytest.mark.parametrize(("example", "dims"), PAIRS)
+def test_the_definition_takes_explicit_shardings(example, dims):
+    definition, mesh, axes = example.by_definition(), _mesh(AxisType.Explicit), _axes(dims)
+    with jax.set_mesh(mesh):
+        placed = _placed(example, example.inputs(), mesh, axes)
+        out, gradients = jax.jit(lambda a: (definition(**a), definition.gradients(a)))(placed)
+    _assert_close((out, gradients), _expected(example))
+    for array, names in zip(out, example.outputs, strict=True):
+        assert _spec_of(array) == tuple(example.spec(names, axes))
+
+
+@pytest.mark.parametrize("decays", [True, False])
+@pytest.mark.parametrize(
+    ("dims", "segments"), [("t", "t"), ("", "t"), ("h", "b"), ("b", "t"), ("b", ""), ("", "b")]
+)
+def test_segments_are_sharded_otherwise(dims, segments, decays):
+    (example,) = (e for e in EXAMPLES if str(e) == "gated_linear_attention")
+    mesh, arrays = _mesh(AxisType.Explicit), example.inputs()
+    if not decays:
+        del arrays["g"]
+    specs = {**example.specs(_axes(dims)), "segment_ids": example.spec("b t", _axes(segments))}
+    with jax.set_mesh(mesh):
+        placed = {n: jax.device_put(a, NamedSharding(mesh, specs[n])) for n, a in arrays.items()}
+        found = jax.jit(lambda a: example(**a))(placed)
+    _assert_close(found, example(**arrays))
