@@ -417,6 +417,44 @@ class Everything:
     unknown: NotThere = None  # type: ignore[name-defined] # noqa: F821
 
 
+def test_numbers_of_numpy_are_numbers_of_python_when_a_kernel_runs(kernel):
+    """A NumPy integer of 8 bits wraps, and none of them has `bit_length` on every version."""
+    seen = []
+
+    class Watching(Sums):
+        def run_xla(self, x, *, cfg, scale=1.0):
+            seen.append((type(cfg.block), type(cfg.inner.size), type(cfg.inner.share)))
+            return super().run_xla(x, cfg=cfg, scale=scale)
+
+    watching = Watching()
+    cfg = Config(np.int8(4), Inner(np.uint8(8), np.float32(0.5)))
+    assert watching(X, cfg=cfg) == 28
+    with overlay_cache({"sums": cfg}):
+        assert watching(X[:4]) == 6
+    assert seen == [(int, int, float)] * 2
+    assert type(cfg.block) is np.int8  # the caller's own stays as it is
+
+
+def test_an_integer_that_no_float_holds_is_refused_as_any_other(kernel, caplog):
+    for value in (10**400, -(10**400), 10**5000):  # the last one not even as text
+        with pytest.raises(ValueError, match=r"sums@v1: .* block=\S.* must be a power of two"):
+            kernel(X, cfg=Config(block=value))
+    with overlay_cache({"sums": Config(block=10**400)}):
+        assert kernel(X) == 28
+    assert "must be a power of two" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.uint8(255), np.int8(1), float("inf"), float("-inf"), float("nan"), 10**400 + 1],
+    ids=["uint8", "int8", "inf", "-inf", "nan", "e400"],
+)
+def test_a_number_of_any_size_is_within_limits_or_not(value):
+    assert not Limit(least=0, multiple_of=512).allows(value)
+    assert not Limit(multiple_of=7, power_of_two=True).allows(value)
+    assert not Limit(power_of_two=True, least=2).allows(value)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

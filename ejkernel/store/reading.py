@@ -37,16 +37,14 @@ _STRING = re.compile(r'"[^"]*"')
 _BRACKETS = re.compile(r"[^\[\]{}]+")
 
 
-def shown(value: Any) -> str:
+def shown(value: Any, longest: int = 80) -> str:
     """A value for a message: short, however large or deep it is."""
+    shortened = reprlib.Repr()
+    shortened.maxstring = shortened.maxother = shortened.maxlong = longest
     try:
-        return _shortened.repr(value)
+        return shortened.repr(value)
     except ValueError:  # an int of thousands of digits
         return f"a {type(value).__name__}"
-
-
-_shortened = reprlib.Repr()
-_shortened.maxstring = _shortened.maxother = _shortened.maxlong = 80
 
 
 # --- files ---------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...markup import one_line
+from ...store.reading import shown
 from ..core.limits import reasons_against_config
 from ..core.types import ConfigKey
 from . import ambient
@@ -83,7 +84,7 @@ def refusal(request: Request, cfg: Any, where: str) -> str | None:
     reasons = reasons_against_config(request.kernel, cfg, request.inv)
     if not reasons:
         return None
-    held = f"{where} holds {cfg!r}"
+    held = f"{where} holds {shown(cfg, 1000)}"
     return warn_once(request, f"{held}, but {'; '.join(reasons)}", f"{request.key.op_id} {held}")
 
 

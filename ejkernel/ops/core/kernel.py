@@ -10,6 +10,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
+from ...store.reading import shown
 from ..utils.fingerprint import device_kind
 from ..utils.serialize import declare_type
 from ..utils.stable import stable_json
@@ -23,7 +24,7 @@ from .dispatch import (
     suffix_order,
 )
 from .invocation import Invocation, KeyBuilder
-from .limits import Limits, field_reasons, limit_reasons
+from .limits import Limits, field_reasons, limit_reasons, with_plain_numbers
 from .near import NearShapes
 from .partitioning import needs_mesh
 from .space import Space
@@ -333,6 +334,8 @@ class Kernel(Generic[Cfg, Out]):
     ) -> Cfg:
         """Return `cfg` if it is a config of this kernel, and, with `inv`, one for that call.
 
+        Numbers of NumPy in it are turned into Python's.
+
         Raises a `TypeError` for another class or a field of another type, and a `ValueError` for a
         field that is not within the `limits` of the implementation that serves the call.
         """
@@ -350,15 +353,15 @@ class Kernel(Generic[Cfg, Out]):
             raise TypeError(self._refusal(cfg, origin, reasons))
         if inv is not None and (reasons := limit_reasons(self, cfg, inv, implementation)):
             raise ValueError(self._refusal(cfg, origin, reasons))
-        return cfg  # type: ignore[no-any-return]
+        return with_plain_numbers(cfg)  # type: ignore[no-any-return]
 
     def check_config_class(self, cfg: Any, origin: str = "cfg is") -> Cfg:
         """Return `cfg` if it is of this kernel's config class, else raise a `TypeError`."""
         expected = self.config_type
         if isinstance(expected, type) and not isinstance(cfg, expected):
             raise TypeError(
-                f"kernel {self.full_op_id}: {origin} {cfg!r} ({type(cfg).__name__}); this kernel's "
-                f"configs are {expected.__name__} objects"
+                f"kernel {self.full_op_id}: {origin} {shown(cfg, 1000)} ({type(cfg).__name__}); "
+                f"this kernel's configs are {expected.__name__} objects"
             )
         if cfg is None:
             raise TypeError(f"kernel {self.full_op_id}: {origin} None; a config is needed")
@@ -366,8 +369,8 @@ class Kernel(Generic[Cfg, Out]):
 
     def _refusal(self, cfg: Any, origin: str, reasons: list[str]) -> str:
         return (
-            f"kernel {self.full_op_id}: {origin} {cfg!r}, and {'; '.join(reasons)}. Change it, or "
-            "leave the config out: then the kernel chooses one."
+            f"kernel {self.full_op_id}: {origin} {shown(cfg, 1000)}, and {'; '.join(reasons)}. "
+            "Change it, or leave the config out: then the kernel chooses one."
         )
 
     # --- the machinery behind __call__ -----------------------------------------------------------

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -49,10 +49,14 @@ class Limit:
             return False
         if not self._is_about_numbers or is_symbolic(value):
             return True
-        if not isinstance(value, (int, float, np.integer, np.floating)) or math.isnan(value):
+        if not isinstance(value, (int, float, np.integer, np.floating)):
             return False
+        if isinstance(value, np.generic):
+            value = value.item()  # one of 8 bits cannot be divided by 256
+        # An integer is never turned into a float, which it may be too large for; NaN fails `==`.
         return bool(
-            (self.least is None or value >= self.least)
+            value == value
+            and (self.least is None or value >= self.least)
             and (self.most is None or value <= self.most)
             and (self.multiple_of is None or value % self.multiple_of == 0)
             and (not self.power_of_two or _is_power_of_two(value))
@@ -135,6 +139,27 @@ def field_reasons(cfg: Any) -> list[str]:
     return reasons_against_type(cfg, type(cfg)) if dataclasses.is_dataclass(cfg) else []
 
 
+def with_plain_numbers(value: Any) -> Any:
+    """A config in which the numbers of NumPy are Python's, which neither wrap nor lack methods."""
+    if isinstance(value, (np.integer, np.floating, np.bool_)):
+        return value.item()
+    if type(value) is tuple:
+        numbers = tuple(map(with_plain_numbers, value))
+        return value if all(a is b for a, b in zip(numbers, value, strict=True)) else numbers
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    changed = {
+        field.name: number
+        for field in dataclasses.fields(value)
+        if (number := with_plain_numbers(item := getattr(value, field.name, None))) is not item
+    }
+    if changed:
+        value = copy.copy(value)
+        for name, number in changed.items():
+            object.__setattr__(value, name, number)  # it may be frozen
+    return value
+
+
 def limit_reasons(
     kernel: Kernel[Any, Any],
     cfg: Any,
@@ -178,7 +203,7 @@ def reasons_against_config(
 
 
 def _is_power_of_two(value: Any) -> bool:
-    return value >= 1 and value == int(value) and int(value) & (int(value) - 1) == 0
+    return value >= 1 and value % 1 == 0 and int(value) & (int(value) - 1) == 0
 
 
 def _at(cfg: Any, path: str) -> Any:

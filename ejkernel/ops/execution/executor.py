@@ -166,7 +166,7 @@ class Executor:
             chosen = kernel.check_config(cfg, inv=inv)
         else:
             chosen = self.chooser.choose(inv, kernel)
-            kernel.check_config(chosen, "the chooser returned", inv)
+            chosen = kernel.check_config(chosen, "the chooser returned", inv)
         record_while_tracing(kernel, inv)
         return run_labelled(inv, kernel, chosen)
 
