@@ -41,7 +41,7 @@ class Trouble:
 
 
 class Shipped:
-    """All bundles found, in order: the first one that has a key answers for it.
+    """All bundles found, in order: of those that have a key, the first that can serve answers.
 
     Args:
       search_path: files and folders, divided as in `PATH`; they come before installed packages.
@@ -62,16 +62,16 @@ class Shipped:
 
     def find(self, key: tuple[str, str, str]) -> tuple[Entry, Source] | None:
         """The entry of a key, and where it comes from; one that was measured comes first."""
-        found = list(self.all_of(key))
-        measured = [pair for pair in found if not pair[0]["about"].get("estimated")]
-        return next(iter(measured or found), None)
+        return next(iter(self.all_of(key)), None)
 
-    def all_of(self, key: tuple[str, str, str]) -> Iterator[tuple[Entry, Source]]:
-        """The entries of a key in all bundles, in order."""
-        for source, bundle in self.bundles:
-            entry = bundle.get(key)
-            if entry is not None:
-                yield entry, source
+    def all_of(self, key: tuple[str, str, str]) -> list[tuple[Entry, Source]]:
+        """The entries of a key in all bundles, in order; those that were measured come first."""
+        found = [
+            (entry, source)
+            for source, bundle in self.bundles
+            if (entry := bundle.get(key)) is not None
+        ]
+        return sorted(found, key=lambda pair: bool(pair[0]["about"].get("estimated")))
 
     def of_operation(self, op_id: str, device: str) -> Iterator[Entry]:
         """All entries of an operation on a device."""

@@ -21,6 +21,8 @@ from ejkernel.ops import (
     ConfigKey,
     ConfigSelectorChain,
     Kernel,
+    Limit,
+    Limits,
     PersistentCache,
     Tuner,
     export_bundle,
@@ -316,6 +318,29 @@ def test_a_config_that_does_not_fit_the_kernel_is_not_served(tmp_path, monkeypat
     for x in (X, jnp.arange(16.0)):
         assert chain.decide(kernel.bind(x), kernel).tier == "heuristics"
     assert "does not fit" in caplog.text
+
+
+def test_of_several_bundles_with_one_key_the_first_that_can_serve_answers(tmp_path, monkeypatch):
+    store, kernel = tuned_store(tmp_path / "store")
+    inv = kernel.bind(X)
+    [mine] = [e for e in export_bundle(store) if e["key"] == inv.key]
+    planted = {
+        "class": {**mine, "config": {"no such field": 1}},
+        "type": {**mine, "config": {"block": True}},
+        "limit": {**mine, "config": {"block": 10**400}},
+        "stale": {**mine, "about": {**mine["about"], "source": "another"}},
+    }
+    Bundle([{**mine, "config": {"block": 2}}]).save(tmp_path / "good.json")
+    monkeypatch.setattr(Twice, "limits", {"run": Limits({"block": Limit(most=64)})})
+    for name, bad in planted.items():
+        Bundle([bad]).save(tmp_path / f"{name}.json")
+        reload_bundles()
+        parts = [tmp_path / f"{name}.json", tmp_path / "good.json"]
+        monkeypatch.setenv("EJKERNEL_CONFIG_PATH", os.pathsep.join(map(str, parts)))
+        decision = selector()[0].decide(inv, kernel)
+        assert (decision.cfg, decision.tier) == (Config(2), "bundle"), name
+    monkeypatch.setenv("EJKERNEL_CONFIG_PATH", os.pathsep.join(map(str, [parts[0]] * 2)))
+    assert selector()[0].decide(inv, kernel).tier == "heuristics"
 
 
 # --- in a wheel ----------------------------------------------------------------------------------

@@ -30,16 +30,28 @@ class StoredTier:
     def __init__(self, cache: ConfigCache) -> None:
         self.cache = cache
 
-    def find(self, request: Request) -> tuple[Any, Mapping[str, Any], str] | str:
-        """Config, what is known about it, and where it is; or why there is none."""
+    def entries(self, request: Request) -> list[tuple[Mapping[str, Any], str]] | str:
+        """The entries of a call, each with where it is, the best first; or why there is none."""
         raise NotImplementedError
 
     def look(self, request: Request) -> Found | str:
-        """A config in doubt is not served yet: see `serve`."""
-        found = self.find(request)
+        """The first entry that can serve; one in doubt is not served yet: see `serve`."""
+        entries = self.entries(request)
+        if isinstance(entries, str):
+            return entries
+        reasons = []
+        for entry, where in entries:
+            answer = self._judged(request, entry, where)
+            if isinstance(answer, Found):
+                return answer if answer.doubt else self.serve(request, answer)
+            reasons.append(answer)
+        return "; ".join(reasons)
+
+    def _judged(self, request: Request, entry: Mapping[str, Any], where: str) -> Found | str:
+        found = rebuilt(request, entry, where)
         if isinstance(found, str):
             return found
-        cfg, about, where = found
+        cfg, about = found
         if about.get("estimated"):
             return f"{where} has an estimate for this call, and nothing measured"
         freshness = judge(about, request.kernel, request.key)
@@ -51,7 +63,7 @@ class StoredTier:
         if freshness.state is State.SUSPECT:
             about = {**about, "suspect": freshness.reason}
             return Found(cfg, f"{reason}; {freshness.reason}", about, doubt=freshness.reason)
-        return self.serve(request, Found(cfg, reason, about))
+        return Found(cfg, reason, about)
 
     def serve(self, request: Request, found: Found) -> Found:
         """Say that a config is used, and remember it unless it may be replaced any time."""
@@ -70,13 +82,13 @@ class PersistentTier(StoredTier):
         super().__init__(cache)
         self.store = store
 
-    def find(self, request: Request) -> tuple[Any, Mapping[str, Any], str] | str:
+    def entries(self, request: Request) -> list[tuple[Mapping[str, Any], str]] | str:
         if self.store is None:
             return "no persistent cache is set"
         entry = self.store.entry(request.key)
         if entry is None:
             return f"nothing for this call in {self.store.path}"
-        return rebuilt(request, entry, str(self.store.path))
+        return [(entry, str(self.store.path))]
 
     def more_about_nothing(self, request: Request) -> Callable[[], str] | None:
         """How to find out why there is nothing; it searches the store, so only when asked."""
@@ -91,28 +103,27 @@ class BundleTier(StoredTier):
 
     name = "bundle"
 
-    def find(self, request: Request) -> tuple[Any, Mapping[str, Any], str] | str:
+    def entries(self, request: Request) -> list[tuple[Mapping[str, Any], str]] | str:
         bundles = shipped()
         if not bundles.bundles:
             return "there are no bundles"
-        found = bundles.find(request.key)
-        if found is None:
+        found = bundles.all_of(request.key)
+        if not found:
             return f"nothing for this call in {len(bundles.bundles)} bundles"
-        entry, source = found
-        return rebuilt(request, entry, str(source.path))
+        return [(entry, str(source.path)) for entry, source in found]
 
 
 def rebuilt(
     request: Request, entry: Mapping[str, Any], where: str
-) -> tuple[Any, Mapping[str, Any], str] | str:
-    """The config of an entry, what is known about it, and where it is; or why it is none."""
+) -> tuple[Any, Mapping[str, Any]] | str:
+    """The config of an entry and what is known about it; or why it is none."""
     try:
         cfg = from_plain(entry["config"], _type_of(entry, request))
         request.kernel.check_config_class(cfg)  # None is none, also where the class allows it
     except Exception as error:  # noqa: BLE001  a class may check its fields as it likes
         reason = f"its config in {where} does not fit the kernel's class: {error}"
         return warn_once(request, reason, f"{request.key}: {reason}")
-    return cfg, sound_about(entry["about"]), where
+    return cfg, sound_about(entry["about"])
 
 
 def _type_of(entry: Mapping[str, Any], request: Request) -> Any:
