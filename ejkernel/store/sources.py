@@ -13,7 +13,7 @@ import importlib.util
 import os
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from .bundle import Bundle, BundleError, Entry
 
@@ -90,8 +90,7 @@ class Shipped:
             yield from self._files(path, "EJKERNEL_CONFIG_PATH")
 
     def _installed(self) -> Iterator[Source]:
-        points = importlib.metadata.entry_points(group=GROUP)
-        for point in sorted(points, key=lambda point: (point.name, point.value)):
+        for point in sorted(self._entry_points(), key=lambda point: (point.name, point.value)):
             origin = f"entry point {point.name} = {point.value}"
             match = _VALUE.fullmatch(point.value)
             folder = None if match is None else _folder_of(match[1])
@@ -100,6 +99,20 @@ class Shipped:
                 self.troubles.append(Trouble(origin, reason))
                 continue
             yield from self._files(folder / match[2] if match[2] else folder, origin)
+
+    def _entry_points(self) -> Iterable[importlib.metadata.EntryPoint]:
+        try:
+            return importlib.metadata.entry_points(group=GROUP)
+        except Exception:  # noqa: BLE001  a damaged package, which may have nothing to do with us
+            return list(self._entry_points_one_by_one())
+
+    def _entry_points_one_by_one(self) -> Iterator[importlib.metadata.EntryPoint]:
+        for package in importlib.metadata.distributions():
+            try:
+                yield from package.entry_points.select(group=GROUP)
+            except Exception as error:  # noqa: BLE001
+                what = f"the installed package {getattr(package, '_path', package)}"
+                self.troubles.append(Trouble(what, f"its entry points cannot be read: {error}"))
 
     def _files(self, path: pathlib.Path, origin: str) -> Iterator[Source]:
         try:
@@ -121,7 +134,7 @@ def _folder_of(package: str) -> pathlib.Path | None:
     top, *inside = package.split(".")
     try:
         spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
+    except Exception:  # noqa: BLE001  whoever looks for modules here may fail in any way
         return None
     for location in (spec.submodule_search_locations or ()) if spec is not None else ():
         folder = pathlib.Path(location).joinpath(*inside)

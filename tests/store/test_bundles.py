@@ -383,6 +383,34 @@ def test_an_installed_package_ships_bundles_without_being_imported(tmp_path):
     assert (done.stdout.strip(), done.stderr) == ("fine", "")
 
 
+@pytest.mark.parametrize("damage", [b"[ejkernel.configs]\nno value\n", b"[a]\nb = \xff\xfe\n"])
+def test_a_damaged_package_costs_one_warning_and_the_others_serve(tmp_path, monkeypatch, damage):
+    for name, points in (
+        ("broken", damage),
+        ("shipper", b"[ejkernel.configs]\na = shipper\nb = odd\n"),
+    ):
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_bytes(points)
+    (tmp_path / "shipper").mkdir()
+    Bundle([entry(5)]).save(tmp_path / "shipper" / "one.json")
+
+    class Odd:
+        def find_spec(self, name, path=None, target=None):
+            if name == "odd":
+                raise RuntimeError("whoever looks for modules may fail")
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "meta_path", [Odd(), *sys.meta_path])
+    shipped = Shipped()
+    assert shipped.find(("cpu|x", "twice@v1", "0" * 16))[0]["config"] == {"block": 5}
+    troubles = sorted(map(str, shipped.troubles))
+    assert len(troubles) == 2
+    assert "b = odd" in troubles[0]
+    assert "broken-1.0.dist-info: its entry points cannot be read" in troubles[1]
+
+
 def test_earlier_sources_answer_first(tmp_path):
     Bundle([entry(1)]).save(tmp_path / "a.json")
     Bundle([entry(2)]).save(tmp_path / "b.json")
