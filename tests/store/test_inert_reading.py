@@ -209,6 +209,27 @@ def test_what_is_declared_comes_back():
     assert back.free == [1, {"a": 2.5}]
 
 
+@pytest.mark.parametrize("error", [KeyError("rows"), ZeroDivisionError(), AssertionError("no")])
+def test_a_class_may_refuse_its_fields_in_any_way(error):
+    @dataclasses.dataclass(frozen=True)
+    class Picky:
+        rows: int = 1
+
+        def __post_init__(self):
+            if self.rows != 1:
+                raise error
+
+    class Rows(Kernel[Picky, jax.Array]):
+        def run(self, x, *, cfg):
+            return x
+
+    kernel = Rows("inert_picky")
+    entry = {"op_id": kernel.full_op_id, "call_key": "0" * 16, "config_type": ""}
+    text = {"ejkernel_result": 1, "device": "d", "entries": [{**entry, "config": {"rows": 2}}]}
+    with pytest.raises(ValueError, match=r"entries\[0\]: \S"):
+        AutotuningResult.loads(json.dumps(text))
+
+
 def test_a_kernel_without_a_declared_class_builds_that_of_its_candidates(tmp_path):
     class Plain(Kernel):
         def __init__(self):

@@ -243,8 +243,8 @@ def _entry_from_plain(plain: Any, where: str) -> Entry:
         )
     try:
         cfg = from_plain(plain["config"], config_type)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}: {error}") from error
+    except Exception as error:  # a class may check its fields as it likes
+        raise ValueError(f"{where}: {str(error) or type(error).__name__}") from error
     return Entry(
         op_id,
         plain["call_key"],
