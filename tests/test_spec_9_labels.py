@@ -358,6 +358,25 @@ def test_a_specification_that_is_nested_without_end_is_damaged(unit, depth):
         assert describe_specification(spec).keys() <= {"kernel", "signature"}
 
 
+def test_a_specification_of_a_call_that_cannot_be_is_skipped(tmp_path, monkeypatch):
+    """It asks for an implementation that does not exist, or for a module that ends the process."""
+    (tmp_path / "a_script_that_ends.py").write_text("raise SystemExit(3)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    norm = "ejkernel.kernels.rms_norm.kernel:RmsNorm"
+    arrays = "{'$array':'float32[4,8]'},{'$array':'float32[8]'}"
+    for op_id, kernel, keywords in (
+        ("rms_norm@v1", norm, "{'implementation':'nosuch'}"),
+        ("rms_norm@v1", norm, "{'implementation':3}"),
+        ("gone@v1", "a_script_that_ends:Kernel", "{}"),
+    ):
+        spec = f"{{'op':'{op_id}','kernel':'{kernel}','args':[{arrays}],'kwargs':{keywords}}}"
+        text = f'ejkernel = "ejkernel_ops#{op_id}:{KEY} {spec}"'
+        result = autotune_lowered(ConfigSelectorChain(ConfigCache()), text)
+        assert len(result.skipped) == 1
+        with pytest.raises(SpecificationError):
+            read_specification(spec)
+
+
 # --- every transform ------------------------------------------------------------------------------
 
 KERNELS = {"plain": PLAIN, "custom_vjp": SIMPLE, "residuals": RESIDUAL}

@@ -117,12 +117,17 @@ def read_specification(text: str) -> Invocation[Any, Any]:
         raise SpecificationError(
             f"the specification {text[:200]!r} is damaged: {error!r}"
         ) from error
-    return Invocation(
+    inv: Invocation[Any, Any] = Invocation(
         kernel=find_kernel(op_id, kernel_name),
         args=abstractify_arguments(positional),
         kwargs=keywords,
         batch_axes=batch,
     )
+    try:
+        inv.key  # noqa: B018  asked by whoever reads it, and not every call has one
+    except (TypeError, ValueError) as error:
+        raise SpecificationError(f"{op_id}: there is no such call: {error}") from error
+    return inv
 
 
 def describe_specification(text: str) -> dict[str, str]:
@@ -172,7 +177,7 @@ def find_kernel(op_id: str, qualified: str) -> Kernel[Any, Any]:
         found: Any = importlib.import_module(module_name)
         for part in path.split("."):
             found = getattr(found, part)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script ends so
         raise SpecificationError(
             f"{op_id}: its kernel {qualified} cannot be imported: {error}"
         ) from error
@@ -183,7 +188,7 @@ def find_kernel(op_id: str, qualified: str) -> Kernel[Any, Any]:
         raise SpecificationError(f"{op_id}: {qualified} is not a Kernel class")
     try:
         made = found()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SpecificationError(
             f"{op_id}: {qualified} cannot be constructed without arguments ({error}); create the "
             "kernel in this process first"
