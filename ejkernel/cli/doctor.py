@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import os
 import pathlib
 import platform
 from collections.abc import Iterator
@@ -155,6 +154,7 @@ def _settings() -> Iterator[Finding]:
 def _store(source: str | None) -> Iterator[Finding]:
     from ..ops.config.persistent import default_path
     from ..store import BundleError, FolderLocation, StoreError, locate
+    from ..store.folder import why_nothing_can_be_kept
     from ..store.glance import count_entries
     from .stores import open_place
 
@@ -176,15 +176,16 @@ def _store(source: str | None) -> Iterator[Finding]:
     except click.ClickException as error:
         yield Finding("store", name, "error", error.format_message())
     else:
-        if count is None:
-            text = "nothing was tuned yet; it is made when the first config is kept"
-            yield Finding("store", name, "ok", text)
-        elif not os.access(location.folder, os.W_OK):
-            yield Finding(
-                "store", name, "warning", f"{counted(count, 'entry')}; it can only be read"
-            )
+        reason = why_nothing_can_be_kept(location.folder)
+        text = "nothing was tuned yet" if count is None else counted(count, "entry")
+        if reason is not None:
+            advice = "EJKERNEL_CACHE_DIR names another folder"
+            text = f"{text}, and nothing can be kept: {reason}"
+            yield Finding("store", name, "warning", text, advice)
+        elif count is None:
+            yield Finding("store", name, "ok", f"{text}; it is made when the first config is kept")
         else:
-            yield Finding("store", name, "ok", counted(count, "entry"))
+            yield Finding("store", name, "ok", text)
 
 
 def _bundles() -> Iterator[Finding]:

@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Iterator
 
 from ejkernel.ops.utils import environment
+from ejkernel.store.folder import why_nothing_can_be_kept
 from ejkernel.store.private import PrivateFolder
 
 from .libraries import INCLUDE, LIBRARIES, Library
@@ -92,18 +93,16 @@ def status() -> Status:
 def _why_not_kept() -> str | None:
     """Why nothing can be built, or loaded, whatever the compiler is."""
     try:
-        with PrivateFolder.open(folder()) as place:
-            where = place.path
-    except FileNotFoundError:
-        where = next(place for place in folder().absolute().parents if place.exists())
-        if not os.access(where, os.W_OK | os.X_OK):
-            return (
-                f"native kernels cannot be kept in {folder()}: {where} may not be written; "
-                "EJKERNEL_CACHE_DIR names another folder"
-            )
+        where = folder()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            PrivateFolder.open(where).close()
     except OSError as error:
         return f"native kernels cannot be kept: {error.strerror or error}"
-    return None
+    reason = why_nothing_can_be_kept(where)
+    return reason and (
+        f"native kernels cannot be kept in {where}: {reason}; EJKERNEL_CACHE_DIR names another "
+        "folder"
+    )
 
 
 def _shown_folder() -> pathlib.Path:

@@ -171,7 +171,10 @@ class FileHome:
         try:
             make_private(location.folder)
         except OSError as error:
-            raise StoreUnavailable(f"{location.folder} cannot be made: {error.strerror}") from None
+            raise StoreUnavailable(
+                f"{location.folder} cannot be made: {error.strerror}; give a folder that you may "
+                "write: PersistentCache(path), or EJKERNEL_CACHE_DIR"
+            ) from None
         with folder.held(location, alone=True) as really:
             if folder.identity(location) is not None:
                 return  # someone was faster

@@ -129,6 +129,15 @@ def _refused(place: pathlib.Path, why: str) -> StoreRefused:
     )
 
 
+def why_nothing_can_be_kept(folder: pathlib.Path) -> str | None:
+    """Why nothing can be written to a folder, which may have to be made first; None if it can."""
+    places = (folder.absolute(), *folder.absolute().parents)
+    there = next(place for place in places if os.path.lexists(place))
+    if not os.path.isdir(there):
+        return f"{there} is no folder"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} may not be written"
+
+
 # --- locks ---------------------------------------------------------------------------------------
 
 

@@ -115,6 +115,18 @@ def test_every_command_ends_well_or_in_one_line(homeless, command, ej, bundle, t
     assert not os.path.exists(tmp_path / "~")
 
 
+def test_a_home_in_which_nothing_can_be_kept_is_not_called_well(ej, monkeypatch):
+    monkeypatch.delenv("EJKERNEL_CACHE_DIR")
+    monkeypatch.setenv("EJKERNEL_NATIVE", "auto")
+    a_file(monkeypatch)
+    findings = ej("doctor", "--json").data["findings"]
+    (store,) = (finding for finding in findings if finding["area"] == "store")
+    assert store["status"] == "warning"
+    for text in (store["text"] + store["advice"], ej("native", "status").out):
+        assert "/etc/passwd is no folder" in text
+        assert "EJKERNEL_CACHE_DIR" in text
+
+
 def test_the_list_of_commands_is_whole():
     from ejkernel.cli.app import app
     from ejkernel.cli.configs import configs
