@@ -12,6 +12,7 @@ from typing import Any
 from .record import Candidate, Operation
 
 MOST_MAPS = 6
+MOST_DIMENSIONS = 16  # that maps are drawn of: a record may have any number
 MOST_VALUES = 32  # of one dimension; a larger map cannot be read
 
 Value = str | int | float | bool | None
@@ -116,11 +117,12 @@ def maps(operation: Operation) -> list[Map]:
     those that matter and whose combinations were tried.
     """
     names = dimensions(operation)
-    timed = [(flat(c.config), c.seconds) for c in operation.candidates if c.seconds]
-    weight = {name: _importance(name, timed) for name in names}
+    fields = [(flat(candidate.config), candidate) for candidate in operation.candidates]
+    timed = [(config, c.seconds) for config, c in fields if c.seconds]
+    weight = {name: _importance(name, timed) for name in names[:MOST_DIMENSIONS]}
     found = []
-    for a, b in itertools.combinations(names, 2):
-        drawn = _map(operation, a, b, len(names) > 2)
+    for a, b in itertools.combinations(weight, 2):
+        drawn = _map(fields, a, b, len(names) > 2)
         if drawn is None:
             continue
         tried = sum(cell.candidate.seconds is not None for cell in drawn.cells.values())
@@ -131,11 +133,12 @@ def maps(operation: Operation) -> list[Map]:
     return [drawn for _, drawn in found[:MOST_MAPS]]
 
 
-def _map(operation: Operation, a: str, b: str, more: bool) -> Map | None:
+def _map(
+    candidates: Sequence[tuple[dict[str, Value], Candidate]], a: str, b: str, more: bool
+) -> Map | None:
     down, across = sorted((a, b))
     cells: dict[tuple[Value, Value], Cell] = {}
-    for candidate in operation.candidates:
-        fields = flat(candidate.config)
+    for fields, candidate in candidates:
         place = (fields.get(down), fields.get(across))
         old = cells.get(place)
         better = old is None or _rank(candidate) < _rank(old.candidate)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html.parser
 import re
+import time
 
 import pytest
 from sample_runs import HOSTILE, attention, empty_run, hostile_run, large_run, loss, plain_run
@@ -192,6 +193,16 @@ def test_a_map_has_the_dimensions_that_belong_together():
 def test_one_dimension_makes_no_map():
     assert dimensions(loss()) == ["rows"]
     assert maps(loss()) == []
+
+
+def test_a_config_of_hundreds_of_fields_takes_no_minutes():
+    candidates = tuple(
+        Candidate({f"f{field}": number % (field + 2) for field in range(200)}, "measured", 1.0)
+        for number in range(60)
+    )
+    began = time.process_time()
+    assert len(maps(dataclasses.replace(attention(), candidates=candidates))) == 6
+    assert time.process_time() - began < 10
 
 
 def test_the_dimension_that_matters_comes_first():
