@@ -47,6 +47,7 @@ SWEEPS = (
     "kernels/test_attention_",
     "kernels/test_config_values.py",
     "kernels/test_extremes.py",
+    "kernels/test_float64.py",
     "kernels/test_independence.py",
     "kernels/test_inside_shard_map.py",
     "kernels/test_integer_arguments.py",

@@ -16,6 +16,7 @@ from ejkernel.kernels.arguments import (
     given_options,
     refuse_empty,
 )
+from ejkernel.kernels.dtypes import accumulation_dtype
 from ejkernel.kernels.gated_linear_attention import (
     GatedLinearAttention,
     GatedLinearAttentionConfig,
@@ -76,7 +77,8 @@ def gated_linear_attention(
     For each batch entry and head, `S_t = diag(exp(g_t)) S_{t-1} + k_tᵀ v_t` and
     `o_t = scale · q_t S_t`. Differentiable in `q`, `k`, `v`, `g` and the states; memory is linear
     in the length. Any length is allowed, and any decay: `g` may be as negative as it likes, `-inf`
-    included (its gradient is then zero). Accumulation is in float32 whatever the input's dtype.
+    included (its gradient is then zero). Accumulation is in float32 whatever the input's dtype (in
+    float64 for float64).
 
     Args:
       q: queries, `(batch, length, heads, key_dim)`.
@@ -95,7 +97,7 @@ def gated_linear_attention(
 
     Returns:
       `(batch, length, heads, value_dim)`, of `q`'s dtype; with `return_state` also the state, in
-      float32.
+      float32 (float64 for float64).
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -138,14 +140,15 @@ def gated_linear_attention(
 
 def _decay(q: jax.Array, g: jax.Array | None, segment_ids: jax.Array | None) -> jax.Array | None:
     """The decay with segments in it: at the first token of a segment everything is forgotten."""
+    dtype = accumulation_dtype(q.dtype)
     if g is not None:
         # Finite, so that sums of decays stay numbers. Half precision cannot hold it.
-        g = jnp.maximum(g.astype(jnp.float32), FORGET)
+        g = jnp.maximum(g.astype(dtype), FORGET)
     if segment_ids is None:
         return g
     segment_ids = _whole_sequences(segment_ids, q if g is None else g)
     if g is None:
-        g = jnp.zeros(q.shape[:3], jnp.float32)
+        g = jnp.zeros(q.shape[:3], dtype)
     first = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
     return jnp.where(first.reshape(*first.shape, *(1,) * (g.ndim - 2)), START, g)
 

@@ -40,7 +40,8 @@ def paged_attention(
 ) -> jax.Array:
     """Attention of the last tokens of each sequence, with keys and values in pages.
 
-    Only pages in use are read. Accumulation is in float32 whatever the input's dtype.
+    Only pages in use are read. Accumulation is in float32 whatever the input's dtype (in float64
+    for float64).
 
     Args:
       q: queries, `(batch, heads, head_dim)` for one token per sequence, or

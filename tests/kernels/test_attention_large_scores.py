@@ -142,8 +142,6 @@ def test_rows_that_a_bias_hides_from_all_keys(
 def test_large_scores(implementation: str, size: float, option: str) -> None:
     """One key has nearly all the weight of a row, and whose it is does not depend on rounding."""
     inputs = arrays(size)
-    # Keys far apart: the order of the scores of a row is beyond doubt.
-    inputs["k"] = np.round(inputs["k"] * 4) / 4
     dout = real_rows((Q_LEN, Q_LEN))
     fixed: dict[str, Any] = {"implementation": implementation, "cfg": SMALL}
     more: dict[str, Any] = {}
@@ -157,15 +155,46 @@ def test_large_scores(implementation: str, size: float, option: str) -> None:
         inputs["bias"] = size * np.random.default_rng(2).standard_normal(
             (1, HEADS, 1, KV_LEN)
         ).astype(np.float32)
-    if option == "lse":
+    if option in ("lse", "cap"):  # behind a cap, zeros come out as rounding: beside more than that
         fixed["return_lse"] = True
         dlse = np.random.default_rng(3).standard_normal((BATCH, HEADS, Q_LEN)).astype(np.float32)
     if option == "cap":
-        fixed["logits_soft_cap"] = more["cap"] = 300.0
+        fixed["logits_soft_cap"] = more["cap"] = size
     more |= {name: inputs[name] for name in ("sinks", "bias") if name in inputs}
+    inputs["q"] = with_a_winner(inputs, size, **more)
     found = gradients(inputs, fixed, dout, dlse)
     wanted = attention64(*(inputs[n] for n in "qkv"), dout=dout, dlse=dlse, **more)
-    close(found, wanted, 5e-3 if option == "cap" else 2e-3)
+    close(found, wanted, 5e-4 if size < 1e4 else 1e-5)
+
+
+def with_a_winner(
+    inputs: dict[str, np.ndarray],
+    size: float,
+    visible: Any = True,
+    bias: Any = 0.0,
+    sinks: Any = None,
+    cap: float | None = None,
+) -> np.ndarray:
+    """The queries, drawn again as long as two scores of a row, or a score and a sink, are close.
+
+    Of 1e4 float32 has three digits behind the point, so of what two close keys share nobody finds
+    more: `jax.nn.dot_product_attention` in float32 was off by more than 2e-3 in 5 of 20 draws.
+    """
+    numbers, q = np.random.default_rng(7), inputs["q"]
+    k = np.repeat(inputs["k"], HEADS // KV_HEADS, axis=2).astype(np.float64)
+    while True:
+        scores = np.einsum("bqhd,bkhd->bhqk", q, k) * DIM**-0.5
+        scores = scores if cap is None else cap * np.tanh(scores / cap)
+        scores = np.where(visible, scores + bias, -np.inf)
+        if sinks is not None:
+            logits = np.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
+            scores = np.concatenate([scores, logits], axis=-1)
+        second, first = np.moveaxis(np.sort(scores, axis=-1)[..., -2:], -1, 0)
+        undecided = np.swapaxes(first - second < size / 300, 1, 2)[..., None]
+        if not undecided.any():
+            return q
+        drawn = size * numbers.standard_normal(q.shape)
+        q = np.where(undecided, drawn, q).astype(np.float32)
 
 
 def test_scores_that_a_key_of_one_size_and_a_bias_of_another_give(implementation: str) -> None:

@@ -41,6 +41,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 Precision: TypeAlias = lax.Precision | lax.DotAlgorithmPreset
 Level: TypeAlias = int | jax.Array
@@ -73,12 +74,14 @@ class Chunk:
         precision: Of the products.
         exact: Of the products with zeros and ones, that is sums: that of float32 in some form.
         unrolled: Whether the levels are written out one after the other, or are a loop.
+        dtype: Of everything that goes in and comes out.
     """
 
     size: int
     precision: Precision = lax.Precision.HIGHEST
     exact: Precision = lax.Precision.HIGHEST
     unrolled: bool = True
+    dtype: DTypeLike = jnp.float32
 
     def forward(
         self, state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None
@@ -238,7 +241,7 @@ class Chunk:
         return lax.broadcasted_iota(jnp.int32, (self.size, self.size), axis)
 
     def _zeros(self) -> jax.Array:
-        return jnp.zeros((self.size, self.size), jnp.float32)
+        return jnp.zeros((self.size, self.size), self.dtype)
 
     def _ones_where(self, condition: jax.Array) -> jax.Array:
         return jnp.where(condition, 1.0, self._zeros())
@@ -257,16 +260,15 @@ class Chunk:
     def _sum(self, ones: jax.Array, terms: jax.Array) -> jax.Array:
         return self._product(ones, terms, (1, 0), self.exact)
 
-    @staticmethod
     def _product(
-        a: jax.Array, b: jax.Array, axes: tuple[int, int], precision: Precision
+        self, a: jax.Array, b: jax.Array, axes: tuple[int, int], precision: Precision
     ) -> jax.Array:
         return lax.dot_general(
             a,
             b,
             (((axes[0],), (axes[1],)), ((), ())),
             precision=precision,
-            preferred_element_type=jnp.float32,
+            preferred_element_type=self.dtype,
         )
 
 

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ejkernel.ops.core.varying import vary_alike
+
+from ..dtypes import accumulation_dtype
 
 
 def rows_first(x: jax.Array, length: int) -> jax.Array:
@@ -23,18 +26,18 @@ def rows_first(x: jax.Array, length: int) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, length - given), (0, 0)))
 
 
-def time_first(x: jax.Array) -> jax.Array:
-    """``(length, rows, features)`` in float32."""
+def time_first(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """``(length, rows, features)`` in another dtype."""
     if x.ndim == 3:
         x = x[..., None]
     batch, length, heads, features = x.shape
-    return x.astype(jnp.float32).swapaxes(0, 1).reshape(length, batch * heads, features)
+    return x.astype(dtype).swapaxes(0, 1).reshape(length, batch * heads, features)
 
 
-def chunks_first(x: jax.Array, size: int) -> jax.Array:
-    """``(chunks, rows, size, features)`` in float32, with zeros appended to whole chunks."""
+def chunks_first(x: jax.Array, dtype: DTypeLike, size: int) -> jax.Array:
+    """``(chunks, rows, size, features)`` likewise, with zeros appended to whole chunks."""
     chunks = -(-x.shape[1] // size)
-    x = rows_first(x.astype(jnp.float32), chunks * size)
+    x = rows_first(x.astype(dtype), chunks * size)
     return x.reshape(x.shape[0], chunks, size, x.shape[2]).swapaxes(0, 1)
 
 
@@ -58,13 +61,17 @@ def from_chunks_first(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def state_rows(q: jax.Array, v: jax.Array, state: jax.Array | None) -> jax.Array:
-    """A state ``(batch, heads, key_dim, value_dim)`` as ``(rows, …)``; zeros if there is none."""
+    """A state ``(batch, heads, key_dim, value_dim)`` as ``(rows, …)``; zeros if there is none.
+
+    In float32, or in float64 for float64.
+    """
     batch, _, heads, key_dim = q.shape
+    dtype = accumulation_dtype(q.dtype)
     if state is None:
         # Made from an input, to inherit how it is sharded.
-        row = jnp.zeros_like(q[:, 0, :, :1, None], jnp.float32)
+        row = jnp.zeros_like(q[:, 0, :, :1, None], dtype)
         state = vary_alike(jnp.broadcast_to(row, (batch, heads, key_dim, v.shape[3])), q, v)
-    return state.astype(jnp.float32).reshape(batch * heads, key_dim, v.shape[3])
+    return state.astype(dtype).reshape(batch * heads, key_dim, v.shape[3])
 
 
 def state_by_batch(state: jax.Array, q: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ fraction of the processor's speed. Three things make it better than the plain lo
 
   so a state is kept every ``SEGMENT`` steps, and rounding does not pile up over longer stretches.
 
-Arrays are ``(length, rows, features)`` here and float32; the scale is already in ``q``.
+Arrays are ``(length, rows, features)`` here, all of one dtype; the scale is already in ``q``.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ takes the products of :mod:`.chunk`, for devices with matrix units. The directio
 differently, since the backward pass needs nothing but the inputs: it makes the states again.
 
 Arrays are ``(batch, length, heads, features)``; ``g`` may be ``(batch, length, heads)``. Arithmetic
-is in float32.
+is in float32, or in float64 for float64.
 
 Example:
     >>> import jax.numpy as jnp
@@ -55,7 +55,7 @@ def forward(
     rows: int,
     segments: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """The outputs, in the dtype of ``q``, and the last state, in float32.
+    """The outputs, in the dtype of ``q``, and the last state, in that of the arithmetic.
 
     Args:
         q: Queries, ``(batch, length, heads, key_dim)``.
@@ -69,20 +69,24 @@ def forward(
         segments: Whether ``g`` has starts of segments in it.
     """
     state = layout.state_rows(q, v, initial_state)
+    dtype = state.dtype
     if chunk_size == 1:
-        tokens = (scale * layout.time_first(q), *_each(layout.time_first, k, v, g))
+        tokens = (
+            scale * layout.time_first(q, dtype),
+            *_each(layout.time_first, k, v, g, dtype=dtype),
+        )
         out, state = _in_groups(partial(steps.forward, segments=segments), tokens, (state,), rows)
         return layout.from_time_first(out, q), layout.state_by_batch(state, q)
 
-    chunk = Chunk(chunk_size)
+    chunk = Chunk(chunk_size, dtype=dtype)
 
     def step(state: jax.Array, tokens: Any) -> tuple[jax.Array, jax.Array]:
         after, out = jax.vmap(chunk.forward)(state, *tokens)
         return after, out
 
     tokens = (
-        scale * layout.chunks_first(q, chunk_size),
-        *_each(layout.chunks_first, k, v, g, size=chunk_size),
+        scale * layout.chunks_first(q, dtype, chunk_size),
+        *_each(layout.chunks_first, k, v, g, dtype=dtype, size=chunk_size),
     )
     state, out = lax.scan(step, state.swapaxes(1, 2), tokens)
     return layout.from_chunks_first(out, q), layout.state_by_batch(state.swapaxes(1, 2), q)
@@ -112,18 +116,22 @@ def backward(
     """
     state = layout.state_rows(q, v, initial_state)
     dstate = layout.state_rows(q, v, dstate)
+    dtype = state.dtype
     if chunk_size == 1:
         # The scale may stand at the queries or at the gradient; there, dq needs it too.
-        tokens = (*_each(layout.time_first, q, k, v, g), scale * layout.time_first(dout))
+        tokens = (
+            *_each(layout.time_first, q, k, v, g, dtype=dtype),
+            scale * layout.time_first(dout, dtype),
+        )
         step_back = partial(steps.backward, segments=segments)
         found = steps.Gradients(*_in_groups(step_back, tokens, (state, dstate), rows))
         back = layout.from_time_first
     else:
         tokens = (
-            *_each(layout.chunks_first, q, k, v, g, size=chunk_size),
-            scale * layout.chunks_first(dout, chunk_size),
+            *_each(layout.chunks_first, q, k, v, g, dtype=dtype, size=chunk_size),
+            scale * layout.chunks_first(dout, dtype, chunk_size),
         )
-        found = _backward_in_chunks(Chunk(chunk_size), tokens, state, dstate)
+        found = _backward_in_chunks(Chunk(chunk_size, dtype=dtype), tokens, state, dstate)
         back = layout.from_chunks_first
     return Gradients(
         back(found.q, q),

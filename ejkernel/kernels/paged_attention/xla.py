@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..dtypes import accumulation_dtype
 from ..promotion import usual_promotion
 from ..slicing import take_in_dim, take_rows
 
@@ -58,13 +59,14 @@ def forward(
     # The queries of a key head are rows of one product: row r is token r // group.
     rows = q.reshape(batch, tokens, kv_heads, group, head_dim).swapaxes(1, 2)
     rows = rows.reshape(batch, kv_heads, tokens * group, head_dim)
-    rows = softmax_scale * rows.astype(jnp.float32)
+    wide = accumulation_dtype(q.dtype)
+    rows = softmax_scale * rows.astype(wide)
     token = jnp.arange(tokens * group, dtype=jnp.int32) // group
-    sink = None if sinks is None else _sink_rows(sinks, kv_heads, tokens)
+    sink = None if sinks is None else _sink_rows(sinks.astype(wide), kv_heads, tokens)
 
     def tile(cache: jax.Array, numbers: jax.Array) -> jax.Array:
         found = take_in_dim(cache, numbers[0], 1) if step == 1 else take_rows(cache, numbers)
-        return found.reshape(keys, *cache.shape[2:]).astype(jnp.float32)
+        return found.reshape(keys, *cache.shape[2:]).astype(wide)
 
     def only_seen(values: jax.Array, first: Any, length: jax.Array) -> jax.Array:
         """Zeros for keys that no query sees: there may be NaN, which no weight would hide."""
@@ -142,7 +144,7 @@ def default_pages_per_step(
 
 def _sink_rows(sinks: jax.Array, kv_heads: int, tokens: int) -> jax.Array:
     """`(kv_heads, tokens * group, 1)`: the sink of each row."""
-    return jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, -1), (1, tokens))[..., None]
+    return jnp.tile(sinks.reshape(kv_heads, -1), (1, tokens))[..., None]
 
 
 class _Softmax(NamedTuple):
