@@ -32,7 +32,7 @@ from jax import lax
 
 from ..promotion import usual_promotion
 from .large_scores import exact_statistics
-from .layout import Index, filled, from_rows, loop, product, scalar, set_span, span, times
+from .layout import Index, filled, from_rows, loop, pad, product, scalar, set_span, span, times
 from .options import Options
 from .rows import Rows, sinks_gradient, softmax_statistics
 from .slices import Slice
@@ -111,8 +111,9 @@ def partial_gradients(
     `dtype` is that of the gradients; None: each that of its input. `blocks` as in `Sweep.of`.
     """
     sweep = Sweep.of(q, k, v, dout, rows, options=options, **blocks)
-    arrays, tiling = sweep.arrays, sweep.tiling
-    zeros = [filled(x, x.shape[-1], 0.0, dtype or x.dtype) for x in arrays[:3]]
+    tiling = sweep.tiling
+    whole = (pad(q, tiling.padded_q_len, 1), *(pad(x, tiling.padded_k_len, 1) for x in (k, v)))
+    zeros = [filled(x, x.shape[-1], 0.0, dtype or x.dtype) for x in whole]
     empty = Gradients(zeros[0], zeros[1], zeros[2], {})
     if sweep.options.bias is not None and differentiate_bias:
         empty.by_keyword["bias"] = zero_bias_gradient(

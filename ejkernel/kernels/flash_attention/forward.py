@@ -79,8 +79,6 @@ def forward(
     tiling = Tiling.of(q, k, block_q, block_k)
     options = padded(Options(**keywords), tiling)
     slices = Slices.of(q, k, block_heads)
-    if may_hide(options):
-        k, v = keys_that_stay_apart(k, v)
     q = pad(q, tiling.padded_q_len, 1)
     k, v = pad(k, tiling.padded_k_len, 1), pad(v, tiling.padded_k_len, 1)
     # The log-sum-exp travels as one more array of rows, with a single feature.
@@ -120,6 +118,8 @@ def _attend(
     cut = strips(tiling, options)
     # Every query block reads all keys and values, so they are brought into tile layout only once.
     q, k_rows, v_rows = part.queries(q), to_rows(part.keys(k), 1), to_rows(part.keys(v), 1)
+    if may_hide(options):
+        k_rows, v_rows = keys_that_stay_apart(k_rows, v_rows)
     dtype = accumulation_dtype(q.dtype)
 
     def attend_block(i: Index, results: _Results) -> _Results:
