@@ -77,7 +77,8 @@ def backward(
       differentiate_bias: whether the gradient of the bias, if there is one, is needed.
 
     Returns:
-      The gradients, each with the shape and dtype of its input; of `bias` and `sinks` in float32.
+      The gradients, each with the shape and dtype of its input; of `bias` and `sinks` in that of
+      `lse`, which is that of the arithmetic.
     """
     options = Options(**keywords)
     cut: dict[str, Any] = {

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ..dtypes import accumulation_dtype
@@ -149,7 +150,7 @@ class _Ring(NamedTuple):
 
     def owner(self, step: jax.Array) -> jax.Array:
         """Whose share is here after so many steps."""
-        return lax.rem(self.here - step + self.size, self.size)
+        return lax.rem(self.here - step + self.size, np.int32(self.size))
 
     def passed_on(self, tree: Any) -> Any:
         """What arrives from the device before, when everyone passes theirs on."""
