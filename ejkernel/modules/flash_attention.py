@@ -44,9 +44,9 @@ def flash_attention(
     r"""Attention, `softmax(scale · q kᵀ) v`, without the score matrix in memory.
 
     Differentiable in `q`, `k`, `v`, `bias` and `sinks`; memory is linear in the sequence length in
-    both directions. Sequences may have any length. Accumulation is in float32 whatever the input's
-    dtype. What a query does not see is skipped block by block, not computed and hidden. A query
-    that sees no key at all gives zeros, and its gradients are zero.
+    both directions. Sequences may have any length. Arithmetic is in float32 (in float64 where `q`
+    is). What a query does not see is skipped block by block, not computed and hidden. A query that
+    sees no key at all gives zeros, and its gradients are zero.
 
     Args:
       q: queries, `(batch, q_len, heads, head_dim)`.
@@ -76,8 +76,8 @@ def flash_attention(
       cfg: block sizes; by default the tuned ones of the store, else a heuristic.
 
     Returns:
-      `(batch, q_len, heads, value_dim)`, of `q`'s dtype; with `return_lse` also the float32
-      `(batch, heads, q_len)` log-sum-exp, `-inf` for a query that sees no key.
+      `(batch, q_len, heads, value_dim)`, of `q`'s dtype; with `return_lse` also the `(batch, heads,
+      q_len)` log-sum-exp, in the dtype of the arithmetic, `-inf` for a query that sees no key.
 
     >>> import jax
     >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 100, 4, 32))

@@ -17,14 +17,16 @@ def attention64(
     sinks: Any = None,
     cap: float | None = None,
     scale: float | None = None,
+    kept: Any = None,
     dout: Any = None,
     dlse: Any = None,
+    score_dtype: Any = np.float32,
 ) -> dict[str, np.ndarray]:
     """`out`, `lse`, and with `dout` the gradients `q`, `k`, `v`, `bias`, `sinks`.
 
-    `visible` and `bias` broadcast to `(batch, heads, q_len, kv_len)`. Scores are rounded to float32
-    before and after the bias is added, because that is where a large bias takes digits away; all
-    the rest is exact.
+    `visible`, `bias` and `kept`, the factors of dropout, broadcast to `(batch, heads, q_len,
+    kv_len)`. Scores are rounded to `score_dtype` before and after the bias is added, because that
+    is where a large bias takes digits away; all the rest is exact.
     """
     q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
     (batch, q_len, heads, dim), (_, kv_len, kv_heads, _) = q.shape, k.shape
@@ -39,9 +41,9 @@ def attention64(
         if cap is not None:
             slope = 1 - np.tanh(scores / cap) ** 2
             scores = cap * np.tanh(scores / cap)
-        scores = scores.astype(np.float32)
+        scores = scores.astype(score_dtype)
         if bias is not None:
-            table = np.broadcast_to(np.asarray(bias).astype(np.float32), shape)
+            table = np.broadcast_to(np.asarray(bias).astype(score_dtype), shape)
             scores = scores + table
         scores = np.where(seen, scores.astype(np.float64), -np.inf)
         largest = scores.max(axis=-1, keepdims=True)
@@ -58,14 +60,15 @@ def attention64(
     clean_v = np.where(np.isfinite(wide_v), wide_v, 0)
     clean_k = np.where(np.isfinite(wide_k), wide_k, 0)
     clean_q = np.where(np.isfinite(q), q, 0)
-    found = {"out": np.einsum("bhqk,bkhd->bqhd", p, clean_v), "lse": lse}
+    z = np.ones(shape) if kept is None else np.broadcast_to(kept, shape)
+    found = {"out": np.einsum("bhqk,bkhd->bqhd", z * p, clean_v), "lse": lse}
     if dout is None:
         return found
     dout = np.asarray(dout).astype(np.float64)
     row = np.einsum("bqhd,bqhd->bhq", dout, found["out"])
     if dlse is not None:
         row = row - np.asarray(dlse).astype(np.float64)
-    ds = p * (np.einsum("bqhd,bkhd->bhqk", dout, clean_v) - row[..., None])
+    ds = p * (z * np.einsum("bqhd,bkhd->bhqk", dout, clean_v) - row[..., None])
     if bias is not None:
         given = np.shape(bias)
         given = (1,) * (4 - len(given)) + given
@@ -79,5 +82,5 @@ def attention64(
     groups = (batch, kv_len, kv_heads, group, -1)
     dk = scale * np.einsum("bhqk,bqhd->bkhd", ds, clean_q)
     found["k"] = dk.reshape(groups).sum(axis=3)
-    found["v"] = np.einsum("bhqk,bqhd->bkhd", p, dout).reshape(groups).sum(axis=3)
+    found["v"] = np.einsum("bhqk,bqhd->bkhd", z * p, dout).reshape(groups).sum(axis=3)
     return found

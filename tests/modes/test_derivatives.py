@@ -119,8 +119,9 @@ def test_reverse_mode_is_not_affected(name):
 
 
 CANNOT = {
-    ("grouped_matmul", "reverse over reverse"),  # a loop whose length is not known
-    ("flash_attention", "reverse over reverse"),  # JAX expects another cotangent
+    # Loops whose length is not known while tracing.
+    ("grouped_matmul", "reverse over reverse"),
+    ("flash_attention", "reverse over reverse"),
 }
 
 
@@ -135,6 +136,42 @@ def test_second_derivatives_are_right_or_refused_by_name(name):
                     derivative()
             else:
                 agree(derivative(), wanted, 1e-5)
+
+
+@pytest.mark.long
+def test_attention_on_xla_is_right_or_refused_by_name_in_every_mode():
+    with jax.enable_x64(True):
+        arrays = arrays_of("flash_attention", "float64")
+        tangents, every = tuple(map(jnp.cos, arrays)), (0, 1, 2)
+
+        def along(function):
+            gradient = jax.grad(function, every)
+            return lambda *arrays: sum(map(jnp.vdot, gradient(*arrays), tangents))
+
+        right = {
+            "hessian": lambda f: jax.hessian(f, 2)(*arrays),
+            "jitted hessian": lambda f: jax.jit(jax.hessian(f, 2))(*arrays),
+            "jvp of grad": lambda f: jax.jvp(jax.grad(f, every), arrays, tangents)[1],
+            "linearize of grad": lambda f: jax.linearize(jax.grad(f, every), *arrays)[1](*tangents),
+        }
+        refused = {
+            "grad of grad": lambda f: jax.grad(along(f), every)(*arrays),
+            "jitted grad of grad": lambda f: jax.jit(jax.grad(along(f), every))(*arrays),
+            "grad of jitted grad": lambda f: jax.grad(jax.jit(along(f)), every)(*arrays),
+            "jacrev of jacrev": lambda f: jax.jacrev(jax.jacrev(f, 2), 2)(*arrays),
+        }
+        loss = loss_of("flash_attention", implementation="xla")
+        for derivative in right.values():
+            agree(derivative(loss), derivative(by_reference("flash_attention")), 1e-12)
+        refused |= {
+            way: lambda _, derivative=derivative: derivative()
+            for way, derivative in forward_mode(loss, arrays).items()
+        }
+        for way, derivative in refused.items():
+            with pytest.raises(TypeError) as caught:
+                jax.block_until_ready(derivative(loss))
+            assert "flash_attention@v1" in str(caught.value), way
+            assert "implementation='reference'" in str(caught.value), way
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -20,9 +20,12 @@ def may_hide(options: Options) -> bool:
     return options.hides_anywhere or options.bias is not None or options.band[1] is not None
 
 
-def zero_if_not_finite(x: jax.Array) -> jax.Array:
-    """The array with zeros for NaN and infinity."""
-    return lax.select(lax.is_finite(x), x, lax.full_like(x, 0))
+def zero_if_not_finite(x: jax.Array, counts: jax.Array | None = None) -> jax.Array:
+    """The array with zeros for NaN and infinity, and for everything that does not count."""
+    good = lax.is_finite(x)
+    if counts is not None:
+        good = lax.bitwise_and(good, lax.broadcast_in_dim(counts, x.shape, range(x.ndim)))
+    return lax.select(good, x, lax.full_like(x, 0))
 
 
 def keys_that_stay_apart(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..dtypes import accumulation_dtype
 from ..promotion import usual_promotion
 from .diagonal import Strip, strips
 from .finite import keys_that_stay_apart, may_hide
@@ -32,11 +33,11 @@ from .layout import (
     Index,
     counting,
     filled,
-    float32,
     from_rows,
     loop,
     pad,
     product,
+    scalar,
     span,
     times,
     to_rows,
@@ -72,20 +73,18 @@ def forward(
       **keywords: `causal`, `softmax_scale` and the other fields of `Options`.
 
     Returns:
-      `out`, `(batch, q_len, q_heads, value_dim)`, and `lse`, float32, `(batch, q_heads, q_len)`,
-      -inf for a query that sees no key.
+      `out`, `(batch, q_len, q_heads, value_dim)`, and `lse`, `(batch, q_heads, q_len)`, in
+      float32 (float64 for float64), -inf for a query that sees no key.
     """
     tiling = Tiling.of(q, k, block_q, block_k)
     options = padded(Options(**keywords), tiling)
     slices = Slices.of(q, k, block_heads)
-    if may_hide(options):
-        k, v = keys_that_stay_apart(k, v)
     q = pad(q, tiling.padded_q_len, 1)
     k, v = pad(k, tiling.padded_k_len, 1), pad(v, tiling.padded_k_len, 1)
     # The log-sum-exp travels as one more array of rows, with a single feature.
     results = (
         filled(q, v.shape[-1], 0.0, out_dtype or q.dtype),
-        filled(q, 1, 0.0, jnp.float32),
+        filled(q, 1, 0.0, accumulation_dtype(q.dtype)),
     )
 
     def attend(part: Slice, results: _Results) -> _Results:
@@ -119,24 +118,29 @@ def _attend(
     cut = strips(tiling, options)
     # Every query block reads all keys and values, so they are brought into tile layout only once.
     q, k_rows, v_rows = part.queries(q), to_rows(part.keys(k), 1), to_rows(part.keys(v), 1)
-    scale = np.float32(options.softmax_scale)
+    if may_hide(options):
+        k_rows, v_rows = keys_that_stay_apart(k_rows, v_rows)
+    dtype = accumulation_dtype(q.dtype)
 
     def attend_block(i: Index, results: _Results) -> _Results:
         here = times(i, tiling.block_q)
-        q_block = float32(to_rows(span(q, here, tiling.block_q, 1), tiling.group))
-        q_block = lax.mul(q_block, scale)
+        q_block = to_rows(span(q, here, tiling.block_q, 1), tiling.group)
+        q_block = lax.convert_element_type(q_block, dtype)
+        q_block = lax.mul(q_block, scalar(options.softmax_scale, q_block))
+
+        def keys(start: Index, size: int) -> tuple[jax.Array, ...]:
+            blocks = (span(x, start, size, 2) for x in (k_rows, v_rows))
+            return tuple(lax.convert_element_type(x, dtype) for x in blocks)
 
         def add_keys(j: Index, softmax: _Softmax, *, masked: bool) -> _Softmax:
-            there = times(j, tiling.block_k)
-            k_block = float32(span(k_rows, there, tiling.block_k, 2))
-            v_block = float32(span(v_rows, there, tiling.block_k, 2))
+            k_block, v_block = keys(times(j, tiling.block_k), tiling.block_k)
             scores, _ = tile.apply(product(q_block, k_block, 3, 3), i, j, masked=masked)
             return softmax.add(scores, v_block, tile, i, j)
 
         def meet_own_keys(strip: Strip) -> _Softmax:
             (first, end), group = strip, tiling.group
             q_strip = lax.slice_in_dim(q_block, first * group, end * group, axis=2)
-            k_strip, v_strip = (float32(span(x, here, end, 2)) for x in (k_rows, v_rows))
+            k_strip, v_strip = keys(here, end)
             scores = tile.on_diagonal(product(q_strip, k_strip, 3, 3), end - first)
             return _Softmax.of(scores, v_strip)
 
@@ -170,9 +174,9 @@ class _Softmax(NamedTuple):
     @staticmethod
     def start(q_block: jax.Array, value_dim: int) -> _Softmax:
         return _Softmax(
-            filled(q_block, 1, -jnp.inf, jnp.float32),
-            filled(q_block, 1, 0.0, jnp.float32),
-            filled(q_block, value_dim, 0.0, jnp.float32),
+            filled(q_block, 1, -jnp.inf, q_block.dtype),
+            filled(q_block, 1, 0.0, q_block.dtype),
+            filled(q_block, value_dim, 0.0, q_block.dtype),
         )
 
     @staticmethod
@@ -203,7 +207,7 @@ class _Softmax(NamedTuple):
     def finish(self, tiling: Tiling, options: Options, i: Index) -> _Results:
         """The output and the log-sum-exp; zeros and -inf where no key was met."""
         largest, total, weighted = self
-        empty = lax.eq(total, np.float32(0))
+        empty = lax.eq(total, scalar(0, total))
         if options.q_lengths is not None:
             row = counting(tiling.block_q * tiling.group).reshape(-1, 1) // np.int32(tiling.group)
             row = row + times(i, tiling.block_q) + options.first_query
@@ -211,7 +215,7 @@ class _Softmax(NamedTuple):
             weighted = jnp.where(empty, 0.0, weighted)
             largest = jnp.where(empty, -jnp.inf, largest)
         if options.sinks is not None:
-            sinks = _sink_rows(options.sinks, tiling)
+            sinks = _sink_rows(lax.convert_element_type(options.sinks, total.dtype), tiling)
             joint = jnp.maximum(_finite(largest), sinks)
             shrink = lax.exp(lax.sub(largest, joint))
             weighted = lax.mul(weighted, shrink)
@@ -227,11 +231,11 @@ def _over_keys(reduce: Any, scores: jax.Array) -> jax.Array:
 
 def _finite(x: jax.Array) -> jax.Array:
     zeros = lax.full_like(x, 0)
-    return lax.select(lax.eq(x, np.float32(-np.inf)), zeros, x)
+    return lax.select(lax.eq(x, scalar(-jnp.inf, x)), zeros, x)
 
 
 def _sink_rows(sinks: jax.Array, tiling: Tiling) -> jax.Array:
     """`(heads,)` as `(1, kv_heads, rows, 1)`."""
-    grouped = float32(sinks).reshape(-1, 1, tiling.group)
+    grouped = sinks.reshape(-1, 1, tiling.group)
     wide = jnp.broadcast_to(grouped, (grouped.shape[0], tiling.block_q, tiling.group))
     return wide.reshape(1, -1, tiling.block_q * tiling.group, 1)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -53,6 +52,14 @@ def as_row(x: jax.Array, group: int) -> jax.Array:
     batch, heads, length = x.shape
     x = lax.reshape(x, (batch, heads // group, group, length))
     return lax.reshape(lax.transpose(x, (0, 1, 3, 2)), (batch, heads // group, 1, length * group))
+
+
+def from_row(x: jax.Array, group: int, length: int) -> jax.Array:
+    """The inverse of `as_row`, of which only the first `length` positions are wanted."""
+    batch, kv_heads, _, rows = x.shape
+    x = lax.reshape(x, (batch, kv_heads, rows // group, group))
+    x = lax.reshape(lax.transpose(x, (0, 1, 3, 2)), (batch, kv_heads * group, rows // group))
+    return lax.slice_in_dim(x, 0, length, axis=2)
 
 
 def block(x: jax.Array, index: Index, size: int, axis: int) -> jax.Array:
@@ -101,15 +108,15 @@ def filled(like: jax.Array, features: int, value: float, dtype: Any) -> jax.Arra
     )
 
 
-def float32(x: jax.Array) -> jax.Array:
-    """The array in float32, in which all arithmetic is done."""
-    return lax.convert_element_type(x, jnp.float32)
+def scalar(value: float, like: jax.Array) -> Any:
+    """The number as an operand of `lax`, beside an array of float32 or float64."""
+    return like.dtype.type(value)
 
 
 def product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
     """The matrix products of two `(batch, heads, ., .)` arrays, summed over one axis of each."""
     dimensions = (((a_axis,), (b_axis,)), ((0, 1), (0, 1)))
-    return lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
+    return lax.dot_general(a, b, dimensions, preferred_element_type=a.dtype)
 
 
 def loop(begin: Index, end: Index, body: Callable[[Index, State], State], state: State) -> State:
@@ -129,7 +136,7 @@ def loop(begin: Index, end: Index, body: Callable[[Index, State], State], state:
         index, end, state = carry
         return lax.add(index, np.int32(1)), end, body(index, state)
 
-    start = (_int32(begin), _int32(end), state)
+    start = (int32(begin), int32(end), state)
     return lax.while_loop(lambda carry: lax.lt(carry[0], carry[1]), step, start)[2]
 
 
@@ -149,7 +156,7 @@ def plus(index: Index, other: Index) -> Index:
         return index + other
     if isinstance(other, int) and other == 0:
         return index
-    return lax.add(_int32(index), _int32(other))
+    return lax.add(int32(index), int32(other))
 
 
 def minus(index: Index) -> Index:
@@ -173,17 +180,18 @@ def smaller(index: Index, other: Index) -> Index:
     """The smaller of two."""
     if isinstance(index, int) and isinstance(other, int):
         return min(index, other)
-    return lax.min(_int32(index), _int32(other))
+    return lax.min(int32(index), int32(other))
 
 
 def larger(index: Index, other: Index) -> Index:
     """The larger of two."""
     if isinstance(index, int) and isinstance(other, int):
         return max(index, other)
-    return lax.max(_int32(index), _int32(other))
+    return lax.max(int32(index), int32(other))
 
 
-def _int32(index: Index) -> Any:
+def int32(index: Index) -> Any:
+    """The number as an operand of `lax`."""
     return np.int32(index) if isinstance(index, int) else index
 
 

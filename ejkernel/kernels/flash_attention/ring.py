@@ -23,13 +23,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from ..dtypes import accumulation_dtype
 from ..promotion import usual_promotion
-from .backward import Gradients, partial_gradients, sinks_gradient, softmax_statistics
+from .backward import Gradients, partial_gradients
 from .forward import forward
 from .layout import block, filled, loop, set_block
 from .options import Options
+from .rows import sinks_gradient, softmax_statistics
 
 
 @usual_promotion
@@ -47,6 +50,7 @@ def ring_forward(
     """As `forward`, with the sequence shared out over `sequence_axis`."""
     options = Options(**keywords)
     ring = _Ring.of(sequence_axis)
+    dtype = accumulation_dtype(q.dtype)
 
     def step(t: Any, state: Any) -> Any:
         share, out, lse = state
@@ -59,14 +63,14 @@ def ring_forward(
             block_q=block_q,
             block_k=block_k,
             block_heads=block_heads,
-            out_dtype=jnp.float32,
+            out_dtype=dtype,
             **vars(own),
         )
         return ring.passed_on(share), *_joined((out, lse), met)
 
     share = _Share(k, v, options.kv_segment_ids)
-    out = filled(q, v.shape[-1], 0.0, jnp.float32)
-    lse = lax.transpose(lax.squeeze(filled(q, 1, -jnp.inf, jnp.float32), (3,)), (0, 2, 1))
+    out = filled(q, v.shape[-1], 0.0, dtype)
+    lse = lax.transpose(lax.squeeze(filled(q, 1, -jnp.inf, dtype), (3,)), (0, 2, 1))
     _, out, lse = loop(0, ring.size, step, (share, out, lse))
     if options.sinks is not None:
         out, lse = _with_sinks(out, lse, options.sinks)
@@ -109,7 +113,7 @@ def ring_backward(
             block_k=block_k,
             block_heads=block_heads,
             differentiate_bias=differentiate_bias,
-            dtype=jnp.float32,
+            dtype=lse.dtype,
         )
         if "bias" in by_keyword:
             by_keyword = {"bias": _with_part(by_keyword["bias"], new.by_keyword["bias"], owner)}
@@ -118,8 +122,8 @@ def ring_backward(
 
     by_keyword = {}
     if options.bias is not None and differentiate_bias:
-        by_keyword["bias"] = lax.full_like(options.bias, 0, jnp.float32)
-    zeros = tuple(lax.full_like(x, 0, jnp.float32) for x in (k, v, q))
+        by_keyword["bias"] = lax.full_like(options.bias, 0, lse.dtype)
+    zeros = tuple(lax.full_like(x, 0, lse.dtype) for x in (k, v, q))
     start: Any = (_Share(k, v, options.kv_segment_ids), *zeros, by_keyword)
     _, dk, dv, dq, by_keyword = loop(0, ring.size, step, start)
     if options.sinks is not None:
@@ -146,7 +150,7 @@ class _Ring(NamedTuple):
 
     def owner(self, step: jax.Array) -> jax.Array:
         """Whose share is here after so many steps."""
-        return lax.rem(self.here - step + self.size, self.size)
+        return lax.rem(self.here - step + self.size, np.int32(self.size))
 
     def passed_on(self, tree: Any) -> Any:
         """What arrives from the device before, when everyone passes theirs on."""
@@ -183,7 +187,7 @@ def _joined(
 
 def _with_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The same with one more logit per head in the denominator."""
-    joint = jnp.logaddexp(lse, sinks.astype(jnp.float32)[None, :, None])
+    joint = jnp.logaddexp(lse, sinks.astype(lse.dtype)[None, :, None])
     joint = jnp.where(jnp.isneginf(lse), lse, joint)
     shrink = jnp.exp(lse - jnp.where(jnp.isneginf(lse), 0.0, joint))
     return out * _by_row(shrink), joint

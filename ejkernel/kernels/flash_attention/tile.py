@@ -8,6 +8,7 @@ between the two is here, so that both passes compute the same scores.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax import lax
 
 from ..slicing import put
 from .dropout import keep_mask
-from .layout import Index, block, counting, float32, minus, pad, plus, times
+from .layout import Index, block, counting, int32, minus, pad, plus, scalar, times
 from .options import Options
 from .tiling import Tiling
 
@@ -44,20 +45,30 @@ class Tile:
         return unseen or elsewhere
 
     def apply(
-        self, products: jax.Array, i: Index, j: Index, *, masked: bool
+        self,
+        products: jax.Array,
+        i: Index,
+        j: Index,
+        *,
+        masked: bool,
+        shift: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
         """Scores from scaled products of queries and keys, and the slope of the soft cap, if any.
 
-        What does not count becomes -inf; only if `masked`, because most tiles hide nothing.
+        With `shift`, one number for every row of the tile, they are less that. What does not count
+        becomes -inf, whatever the shift is; only if `masked`, because most tiles hide nothing.
         """
         options = self.options
         if not masked and options.bias is None and options.logits_soft_cap is None:
-            return products, None
+            return products if shift is None else lax.sub(products, shift), None
         shape = products.shape
         scores = self._with_five_axes(products)
         scores, slope = self._capped(scores)
         if options.bias is not None:
-            scores = lax.add(scores, float32(self._part(options.bias, i, j)))
+            bias = lax.convert_element_type(self._part(options.bias, i, j), scores.dtype)
+            scores = lax.add(scores, bias)
+        if shift is not None:
+            scores = lax.sub(scores, self._with_five_axes(shift))
         if masked:
             hidden, zeros = lax.full_like(scores, -jnp.inf), lax.full_like(scores, 0)
             visible = self._visible(i, j)
@@ -98,7 +109,7 @@ class Tile:
             counting(queries).reshape(1, 1, queries, 1, 1) + self._first_query(i),
             counting(keys).reshape(1, 1, 1, 1, keys) + self._first_key(j),
         )
-        kept = jnp.where(self._placed(keep), five * np.float32(1 / (1 - rate)), 0.0)
+        kept = jnp.where(self._placed(keep), five * scalar(1 / (1 - rate), five), 0.0)
         return lax.reshape(kept, weights.shape)
 
     def add_to_bias_gradient(
@@ -122,9 +133,9 @@ class Tile:
         cap = self.options.logits_soft_cap
         if cap is None:
             return scores, None
-        bent = lax.tanh(lax.mul(scores, np.float32(1 / cap)))
-        slope = lax.sub(np.float32(1), lax.mul(bent, bent))
-        return lax.mul(bent, np.float32(cap)), slope
+        bent = lax.tanh(lax.mul(scores, scalar(1 / cap, scores)))
+        slope = lax.sub(scalar(1, bent), lax.mul(bent, bent))
+        return lax.mul(bent, scalar(cap, bent)), slope
 
     def _visible(self, i: Index, j: Index) -> jax.Array | None:
         """Which scores count, `(batch or 1, heads or 1, queries, group or 1, keys)` as placed."""
@@ -137,14 +148,14 @@ class Tile:
             # and XLA would keep it in memory and read it instead of comparing.
             query = self._iota(tiling.block_q, axis=2)
             start = plus(self._first_key(j), minus(self._first_query(i)))
-            position = lax.add(key, _scalar(start))
+            position = lax.add(key, int32(start))
             if right is not None:
                 parts.append(lax.le(position, lax.add(query, np.int32(right))))
             if left is not None:
                 parts.append(lax.ge(position, lax.sub(query, np.int32(left))))
         if tiling.k_len < tiling.padded_k_len:
             real = plus(tiling.k_len, minus(times(j, tiling.block_k)))
-            parts.append(lax.lt(key, _scalar(real)))
+            parts.append(lax.lt(key, int32(real)))
         if options.kv_lengths is not None:
             lengths = options.kv_lengths.reshape(-1, 1, 1, 1, 1)
             parts.append(key + self._first_key(j) < lengths)
@@ -200,11 +211,6 @@ class Tile:
         return plus(self.options.first_key, times(j, self.tiling.block_k))
 
 
-def _scalar(index: Index) -> jax.Array | np.int32:
-    """The number as an operand of `lax`."""
-    return np.int32(index) if isinstance(index, int) else index
-
-
 def _same_shape(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     shape = np.broadcast_shapes(a.shape, b.shape)
     wide = [lax.broadcast_in_dim(x, shape, range(5)) for x in (a, b)]
@@ -223,14 +229,14 @@ def padded(options: Options, tiling: Tiling) -> Options:
     return options.replace(bias=fit(options.bias), mask=fit(options.mask))
 
 
-def zero_bias_gradient(bias: jax.Array, group: int) -> jax.Array:
+def zero_bias_gradient(bias: jax.Array, group: int, dtype: Any) -> jax.Array:
     """Zeros for the gradient of a padded bias, in the layout of the tiles of the backward pass.
 
     So a tile is added as it lies. Turning each of them first took longer than all the rest.
     """
     batch, heads, queries, keys = bias.shape
     split = (heads, 1) if heads == 1 else (heads // group, group)
-    zeros = lax.full_like(bias, 0, jnp.float32)
+    zeros = lax.full_like(bias, 0, dtype)
     return lax.reshape(zeros, (batch, split[0], keys, queries, split[1]))
 
 
