@@ -22,7 +22,7 @@ In float32 a large :math:`\mathrm{lse}` says little about a probability: of 10,0
 stands for 0.001, and a bias of :math:`-10^9` leaves nothing of the logarithm of a sum. Where there
 are such rows, :math:`m_i = \max_j s_{ij}`, :math:`l_i = \sum_j e^{s_{ij} - m_i}` and
 :math:`\delta_i = \sum_j z_{ij} p_{ij} \, \mathrm{do}_i \cdot v_j` are found again first, from
-scores that are rounded as they are here (`_statistics_of_large_scores`); then :math:`p_{ij} =
+scores that are rounded as they are here (`statistics`); then :math:`p_{ij} =
 e^{s_{ij} - m_i} / l_i`. The division is left to :math:`\mathrm{do}_i` and :math:`\delta_i`, of
 which all that follows is a multiple, so no tile has more to do.
 """
@@ -54,12 +54,19 @@ from .layout import (
     to_rows,
 )
 from .options import Options
+from .rows import (
+    NOTHING_SEEN,
+    Rows,
+    Statistics,
+    exact_rows,
+    is_large,
+    sinks_gradient,
+    softmax_statistics,
+    with_shares,
+)
 from .slices import Slice, Slices
 from .tile import Tile, bias_gradient, padded, zero_bias_gradient
 from .tiling import Needed, Tiling
-
-# As shift of a query that sees nothing: whatever its scores, their exponentials are zero.
-_NOTHING_SEEN = 1e30
 
 
 class Gradients(NamedTuple):
@@ -104,7 +111,9 @@ def backward(
     options = Options(**keywords)
     rows = softmax_statistics(out, lse, dout, dlse)
     blocks: dict[str, Any] = {"block_q": block_q, "block_k": block_k, "block_heads": block_heads}
-    rows = _statistics_of_large_scores(q, k, v, rows, dout, dlse, options=options, **blocks)
+    large = lax.reduce_or(is_large(rows.shift), (0, 1, 2))
+    found = statistics(q, k, v, rows, dout, options=options, **blocks, only_if=large)
+    rows = exact_rows(rows, found, options.sinks, dlse)
     gradients = partial_gradients(
         q,
         k,
@@ -120,43 +129,10 @@ def backward(
     return gradients
 
 
-class Rows(NamedTuple):
-    """What the softmax of a row comes to, each `(batch, heads, q_len)`.
-
-    The probability of a score is `exp(score - shift) * share`.
-    """
-
-    shift: jax.Array
-    share: jax.Array
-    delta: jax.Array
-
-
-def softmax_statistics(
-    out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None
-) -> Rows:
-    """By the log-sum-exp of the forward pass; a query that sees nothing adds nothing."""
-    delta = lax.reduce_sum(lax.mul(float32(dout), float32(out)), (3,))
-    delta = lax.transpose(delta, (0, 2, 1))
-    if dlse is not None:
-        delta = lax.sub(delta, float32(dlse))
-    empty = lax.eq(lse, np.float32(-np.inf))
-    shift = lax.select(empty, lax.full_like(lse, _NOTHING_SEEN), lse)
-    return Rows(shift, lax.full_like(lse, 1), lax.select(empty, lax.full_like(delta, 0), delta))
-
-
-def sinks_gradient(sinks: jax.Array, rows: Rows) -> jax.Array:
-    """The gradient of the sinks, `(heads,)`."""
-    logits = lax.broadcast_in_dim(float32(sinks), rows.shift.shape, (1,))
-    weight = lax.mul(lax.exp(lax.sub(logits, rows.shift)), rows.share)
-    return lax.neg(lax.reduce_sum(lax.mul(weight, rows.delta), (0, 2)))
-
-
 class _Clean(NamedTuple):
     """The arrays of a call, padded, in which what does not count is zero, and its rows.
 
-    `dout` and `delta` have been multiplied by the shares. Whoever sees something that is not finite
-    has a log-sum-exp or a `delta` that is not. So it is enough to let such rows have NaN for their
-    shift; hidden scores are zero all the same: `_weights`.
+    The last three are those of `with_shares`.
     """
 
     q: jax.Array
@@ -176,32 +152,21 @@ class _Clean(NamedTuple):
         options: Options,
         tiling: Tiling,
     ) -> _Clean:
-        shift, share, delta = rows
-        delta = lax.mul(delta, share)
-        dout = lax.mul(float32(dout), lax.broadcast_in_dim(share, dout.shape, (0, 2, 1)))
+        shift, delta, dout = with_shares(rows, dout, options)
         if may_hide(options):
+            k, v, q = (zero_if_not_finite(x) for x in (k, v, q))
             # A query that sees nothing may hold anything.
-            unseen = lax.eq(shift, np.float32(_NOTHING_SEEN))
-            bad = lax.bitwise_not(lax.bitwise_and(lax.is_finite(shift), lax.is_finite(delta)))
-            shift = lax.select(bad, lax.full_like(shift, jnp.nan), shift)
-            delta = lax.select(bad, lax.full_like(delta, 0), delta)
-            k, v, q, dout = (zero_if_not_finite(x) for x in (k, v, q, dout))
-            q, dout = (_zero_rows(x, unseen) for x in (q, dout))
+            shares = lax.broadcast_in_dim(rows.share, q.shape, (0, 2, 1))
+            q = lax.select(lax.eq(shares, np.float32(0)), lax.full_like(q, 0), q)
         q_len, k_len = tiling.padded_q_len, tiling.padded_k_len
         return _Clean(
             pad(q, q_len, 1),
             pad(k, k_len, 1),
             pad(v, k_len, 1),
             pad(dout, q_len, 1),
-            as_row(pad(shift, q_len, 2, _NOTHING_SEEN), tiling.group),
+            as_row(pad(shift, q_len, 2, NOTHING_SEEN), tiling.group),
             as_row(pad(delta, q_len, 2), tiling.group),
         )
-
-
-def _zero_rows(x: jax.Array, where: jax.Array) -> jax.Array:
-    """A `(batch, q_len, heads, d)` array with zeros where `(batch, heads, q_len)` is True."""
-    rows = lax.broadcast_in_dim(where, x.shape, (0, 2, 1))
-    return lax.select(rows, lax.full_like(x, 0), x)
 
 
 def _weights(scores: jax.Array, shift: jax.Array, *, masked: bool) -> jax.Array:
@@ -214,76 +179,42 @@ def _zero_where_hidden(x: jax.Array, scores: jax.Array) -> jax.Array:
     return lax.select(lax.eq(scores, np.float32(-np.inf)), lax.full_like(x, 0), x)
 
 
-# Up to here a log-sum-exp has as many digits behind the point as float32 has for a probability.
-_LARGE = 64.0
-
-
-def _statistics_of_large_scores(
+def statistics(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     rows: Rows,
     dout: jax.Array,
-    dlse: jax.Array | None,
     *,
     options: Options,
     block_q: int,
     block_k: int,
     block_heads: int | None,
-) -> Rows:
-    """The statistics of the rows, found anew if any log-sum-exp is large.
+    only_if: jax.Array | None = None,
+) -> Statistics:
+    """The statistics of the rows over these keys; as if there were none, unless `only_if`.
 
     They are in the same blocks and by the same products as in the backward pass, so that the two
     round alike: a key that has all the weight then has a probability of exactly one, and a gradient
     of exactly zero, however large its score is.
     """
     tiling = Tiling.of(q, k, block_q, block_k)
-    size = lax.abs(rows.shift)
-    is_large = lax.bitwise_and(
-        lax.gt(size, np.float32(_LARGE)), lax.ne(size, np.float32(_NOTHING_SEEN))
-    )
-    large = lax.reduce_or(is_large, (0, 1, 2))
     clean = _Clean.of(q, k, v, dout, rows, options, tiling)
     padded_options = padded(options, tiling)
     slices = Slices.of(q, k, block_heads)
-    start = tuple(lax.full_like(clean.shift, x) for x in (-jnp.inf, 0.0, 0.0))
+    start = Statistics(*(lax.full_like(clean.shift, x) for x in (-jnp.inf, 0.0, 0.0)))
 
-    def collect(part: Slice, state: _Statistics) -> _Statistics:
+    def collect(part: Slice, state: Statistics) -> Statistics:
         own = part.options(padded_options)
         new = _statistics(clean, part, own, tiling)
-        return tuple(part.set_rows(x, y) for x, y in zip(state, new, strict=True))
+        return Statistics(*(part.set_rows(x, y) for x, y in zip(state, new, strict=True)))
 
-    found = slices.each(collect, start, only_if=large)
-    largest, total, weighted = (_by_query(x, tiling) for x in found)
-    shift, missing = largest, lax.eq(total, np.float32(0))
-    if options.sinks is not None:
-        logits = lax.broadcast_in_dim(float32(options.sinks), largest.shape, (1,))
-        shift = lax.max(largest, logits)
-        shrink = lax.exp(lax.sub(largest, shift))
-        weighted = lax.mul(weighted, shrink)
-        total = lax.add(lax.mul(total, shrink), lax.exp(lax.sub(logits, shift)))
-    share = lax.div(lax.full_like(total, 1), lax.select(missing, lax.full_like(total, 1), total))
-    delta = lax.mul(weighted, share)
-    if dlse is not None:
-        delta = lax.sub(delta, float32(dlse))
-    # Rows of NaN and rows that see nothing stay as they were.
-    as_before = lax.bitwise_or(
-        lax.bitwise_or(missing, lax.ne(rows.shift, rows.shift)),
-        lax.eq(rows.shift, np.float32(_NOTHING_SEEN)),
-    )
-    as_before = lax.bitwise_or(
-        as_before, lax.broadcast_in_dim(lax.bitwise_not(large), as_before.shape, ())
-    )
-    exact = Rows(shift, share, delta)
-    return Rows(*(lax.select(as_before, x, y) for x, y in zip(rows, exact, strict=True)))
+    found = slices.each(collect, start, only_if=only_if)
+    return Statistics(*(_by_query(x, tiling) for x in found))
 
 
-_Statistics = tuple[jax.Array, ...]
-
-
-def _statistics(clean: _Clean, part: Slice, options: Options, tiling: Tiling) -> _Statistics:
-    """Of one slice: the largest score of each row, and relative to it the sum of the weights and
-    the sum of what each weight adds to the loss."""
+def _statistics(clean: _Clean, part: Slice, options: Options, tiling: Tiling) -> Statistics:
+    """Those of one slice."""
     # Were nothing to depend on the loop's counter, XLA would compute it in front of the loop, and
     # so in every call.
     clean, _ = lax.optimization_barrier((clean, part.head))
@@ -295,14 +226,14 @@ def _statistics(clean: _Clean, part: Slice, options: Options, tiling: Tiling) ->
     dout_rows = to_rows(part.queries(clean.dout), group)
     k, v = part.keys(clean.k), part.keys(clean.v)
     like = part.rows(clean.shift)
-    start = tuple(lax.full_like(like, x) for x in (-jnp.inf, 0.0, 0.0))
+    start = Statistics(*(lax.full_like(like, x) for x in (-jnp.inf, 0.0, 0.0)))
 
-    def of_block(j: Index, state: _Statistics) -> _Statistics:
+    def of_block(j: Index, state: Statistics) -> Statistics:
         here = times(j, tiling.block_k)
         k_block = lax.mul(float32(to_rows(span(k, here, tiling.block_k, 1), group=1)), scale)
         v_block = float32(to_rows(span(v, here, tiling.block_k, 1), group=1))
 
-        def add(i: Index, state: _Statistics, *, masked: bool) -> _Statistics:
+        def add(i: Index, state: Statistics, *, masked: bool) -> Statistics:
             there = times(i, rows)
             q_block = float32(span(q_rows, there, rows, 2))
             dout_block = span(dout_rows, there, rows, 2)
@@ -323,7 +254,7 @@ def _statistics(clean: _Clean, part: Slice, options: Options, tiling: Tiling) ->
                 lax.add(lax.mul(shrink, total), sums[0]),
                 lax.add(lax.mul(shrink, weighted), sums[1]),
             )
-            return tuple(set_span(x, there, y, 3) for x, y in zip(state, new, strict=True))
+            return Statistics(*(set_span(x, there, y, 3) for x, y in zip(state, new, strict=True)))
 
         begin, whole, end = needed.queries_seeing(j)
         state = loop(begin, whole, partial(add, masked=True), state)
