@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import QUICK
+from attention_interpreted import interpret, interpreted
 
 from ejkernel.kernels.flash_attention import FlashAttentionConfig, attention_reference
 from ejkernel.kernels.paged_attention import paged_attention_reference
@@ -27,11 +29,12 @@ SEGMENTS = np.repeat(np.asarray([[0, 1, 2, 3], [5, 5, 6, 6], [9, 8, 7, 6]], np.i
 MASK = np.random.default_rng(4).random((BATCH, 1, 1, LENGTH)) < 0.6
 
 
-@pytest.fixture(params=["xla", "cpu", "definition"])
-def implementation(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=["xla", "cpu", "definition", "pallas", "triton"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "cpu":
         request.getfixturevalue("native_library")
-    return request.param
+    interpret(monkeypatch)
+    return str(request.param)
 
 
 def arrays() -> dict[str, np.ndarray]:
@@ -89,21 +92,24 @@ CASES: dict[str, tuple[dict[str, Any], np.ndarray, np.ndarray]] = {
 }
 
 
-def run(
-    inputs: dict[str, Any], options: dict[str, Any], dout: np.ndarray, implementation: str
-) -> Any:
-    attention = partial(flash_attention, implementation=implementation, cfg=SMALL)
+def differentiated(implementation: str, options: dict[str, Any]) -> Callable[..., Any]:
+    """A function of inputs and of the gradient of the output, compiled once."""
     if implementation == "definition":
-        attention = attention_reference
+        attention: Any = attention_reference
+    elif implementation in ("pallas", "triton"):
+        attention = interpreted(implementation)
+    else:
+        attention = partial(flash_attention, implementation=implementation, cfg=SMALL)
 
-    def loss(inputs: dict[str, Any]) -> Any:
-        out = attention(**inputs, **options)
-        return jnp.sum(jnp.where(dout == 0, 0.0, out * dout)), out
+    @partial(jax.jit, compiler_options=QUICK)
+    def pull_back(inputs: dict[str, Any], dout: Any) -> Any:
+        out, pull = jax.vjp(lambda inputs: attention(**inputs, **options), inputs)
+        return {"out": out, **pull(dout)[0]}
 
-    (_, out), found = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)(
-        inputs
-    )
-    return {"out": np.asarray(out), **{n: np.asarray(x) for n, x in found.items()}}
+    def run(inputs: dict[str, Any], dout: np.ndarray) -> dict[str, np.ndarray]:
+        return {name: np.asarray(x) for name, x in pull_back(inputs, dout).items()}
+
+    return run
 
 
 @pytest.mark.parametrize("case", list(CASES))
@@ -113,13 +119,16 @@ def test_what_is_not_seen_reaches_nobody(implementation: str, case: str) -> None
     clean = arrays()
     numbers = np.random.default_rng(1).standard_normal((BATCH, LENGTH, HEADS, DIM))
     dout = np.where(queries, numbers, 0.0).astype(np.float32)
-    wanted = run(clean, options, dout, implementation)
+    run = differentiated(implementation, options)
+    wanted = run(clean, dout)
     # Later queries do see later keys, and what they get from there they hand on to earlier keys.
     compared = ("out", "q") if case in ("causal", "window") else ("out", "q", "k", "v")
     for poison in POISON:
         value = np.float32(poison)
         inputs = {n: np.where(queries if n == "q" else keys, x, value) for n, x in clean.items()}
-        found = run(inputs, options, dout, implementation)
+        # What comes back may be anything too, except for the definition, which JAX differentiates.
+        back = dout if implementation == "definition" else np.where(queries, dout, value)
+        found = run(inputs, back)
         for name in compared:
             real = queries if name in ("out", "q") else keys
             mine, truth = (np.where(real, x, 0.0) for x in (found[name], wanted[name]))
@@ -140,7 +149,8 @@ def test_whoever_sees_nan_gets_nan(implementation: str) -> None:
     inputs["v"][0, 3, 1, 2] = np.nan
     options = {"segment_ids": SEGMENTS}
     dout = np.ones((BATCH, LENGTH, HEADS, DIM), np.float32)
-    found = run(inputs, options, dout, implementation)
+    run = differentiated(implementation, options)
+    found = run(inputs, dout)
     out = found["out"]
     assert np.isnan(out[0, :10, 2:, 2]).all()
     assert np.isfinite(out[0, 10:]).all()
@@ -148,6 +158,17 @@ def test_whoever_sees_nan_gets_nan(implementation: str) -> None:
     assert np.isfinite(out[0, :10, :2]).all()
     assert np.isnan(found["q"][0, :10, 2:]).any()
     assert np.isfinite(found["q"][0, 10:]).all()
+    dout[0, 3, 2, 1] = np.nan
+    for size in (1.0, 1e3):  # of large scores, the backward pass finds the sums again
+        inputs = arrays()
+        inputs["q"] *= np.float32(size)
+        found = run(inputs, dout)
+        assert np.isnan(found["q"][0, 3, 2]).all(), size
+        assert np.isnan(found["v"][0, 3, 1]).any(), size
+        if implementation != "definition":
+            for name in ("q", "k", "v"):
+                assert np.isfinite(found[name][0, 10:]).all(), (name, size)
+                assert np.isfinite(found[name][1:]).all(), (name, size)
 
 
 # --- paged attention -----------------------------------------------------------------------------

@@ -10,20 +10,17 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import pytest
-from attention_cases import BATCH, BLOCKS, DIM, KEY, agree, arrays, integers, normal
+from attention_cases import BATCH, BLOCKS, KEY, agree, arrays, integers, normal
+from attention_interpreted import KERNEL, interpret, interpreted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ejkernel.kernels.flash_attention import FlashAttention, pallas_gpu, pallas_tpu
-from ejkernel.kernels.flash_attention.arguments import checked_window
-from ejkernel.modules import FlashAttentionConfig, flash_attention
-from ejkernel.ops import BwdParams, FwdParams, Supports
+from ejkernel.modules import flash_attention
+from ejkernel.ops import Supports
 
 EXAMPLES = int(os.environ.get("EJKERNEL_TEST_EXAMPLES", "4"))
-KERNEL = FlashAttention()
 
 OPTIONS: Mapping[str, st.SearchStrategy[Any]] = {
     "causal": st.just(True),
@@ -71,51 +68,11 @@ def calls(draw: st.DrawFn, supports: Supports) -> tuple[dict[str, Any], dict[str
     return inputs, options, dtype
 
 
-def interpreted(implementation: str, cfg: FlashAttentionConfig) -> Any:
-    """An implementation for a device that is not here, with its gradient, as users call it."""
-    ahead = getattr(KERNEL, f"fwd_with_residuals_{implementation}")
-    back = getattr(KERNEL, f"vjp_{implementation}")
-
-    def attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> Any:
-        names = [name for name, x in options.items() if isinstance(x, jax.core.Tracer)]
-        learned = {name: options.pop(name) for name in names}
-        options.setdefault("causal", False)
-        options.setdefault("softmax_scale", DIM**-0.5)
-        if "window" in options:
-            options["window"] = checked_window(options["window"], options["causal"])
-
-        @jax.custom_vjp
-        def run(q: jax.Array, k: jax.Array, v: jax.Array, learned: dict[str, jax.Array]) -> Any:
-            return ahead(q, k, v, cfg=cfg, **options, **learned)[0]
-
-        def save(q: jax.Array, k: jax.Array, v: jax.Array, learned: dict[str, jax.Array]) -> Any:
-            out, rest = ahead(q, k, v, cfg=cfg, **options, **learned)
-            return out, (rest, out, q, k, v, learned)
-
-        def pull_back(saved: Any, dout: Any) -> Any:
-            rest, out, q, k, v, learned = saved
-            told = {"cfg": cfg, "differentiated": frozenset(learned)}
-            *gradients, named = back(rest, out, dout, q, k, v, **told, **options, **learned)
-            return (*gradients, {name: named[name] for name in learned})
-
-        run.defvjp(save, pull_back)
-        return run(q, k, v, learned)
-
-    return attention
-
-
-TPU = FlashAttentionConfig(
-    FwdParams(q_blocksize=128, kv_blocksize=128), BwdParams(q_blocksize=128, kv_blocksize=128)
-)
-GPU = FlashAttentionConfig(
-    FwdParams(q_blocksize=32, kv_blocksize=16, num_warps=4, num_stages=1),
-    BwdParams(q_blocksize=16, kv_blocksize=32, num_warps=4, num_stages=1),
-)
 ATTENTIONS = {
     "xla": partial(flash_attention, implementation="xla", cfg=BLOCKS),
     "cpu": partial(flash_attention, implementation="cpu", cfg=BLOCKS),
-    "pallas": interpreted("pallas", TPU),
-    "triton": interpreted("triton", GPU),
+    "pallas": interpreted("pallas"),
+    "triton": interpreted("triton"),
 }
 
 
@@ -123,9 +80,7 @@ ATTENTIONS = {
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "cpu":
         request.getfixturevalue("native_library")
-    for module in (pallas_tpu, pallas_gpu):
-        for name in ("forward", "backward"):
-            monkeypatch.setattr(module, name, partial(getattr(module, name), interpret=True))
+    interpret(monkeypatch)
     return str(request.param)
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import KEY, QUICK, arrays, integers, naive, normal
+from attention_float64 import attention64
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.kernels.flash_attention import FlashAttentionConfig
@@ -30,13 +31,38 @@ SPECS = {
 }
 
 
-def gradients(attention: Any, inputs: dict[str, jax.Array]) -> Any:
+def over_a_ring(fixed: dict[str, Any], *, check_vma: bool = True) -> Any:
+    """Attention as a function of whole arrays, which are shared out; `fixed` are its options."""
+    static = {name: x for name, x in fixed.items() if not isinstance(x, jax.Array)}
+    others = {name: x for name, x in fixed.items() if isinstance(x, jax.Array)}
+    mesh = jax.make_mesh((DEVICES,), ("ring",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def local(inputs: dict[str, jax.Array], others: dict[str, jax.Array]) -> Any:
+        attention = partial(flash_attention, sequence_axis="ring", return_lse=True, cfg=SMALL)
+        return attention(**inputs, **others, **static)
+
+    def ring(inputs: dict[str, jax.Array]) -> Any:
+        specs = {name: SPECS.get(name, P()) for name in (*inputs, *others)}
+        specs |= {"q": ROWS, "k": ROWS, "v": ROWS}
+        mapped = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=({n: specs[n] for n in inputs}, {n: specs[n] for n in others}),
+            out_specs=(ROWS, P(None, None, "ring")),
+            check_vma=check_vma,
+        )
+        return mapped(inputs, others)
+
+    return ring
+
+
+def differentiated(attention: Any) -> Any:
     def loss(inputs: dict[str, jax.Array]) -> Any:
         out, lse = attention(inputs)
         seen = jnp.where(jnp.isneginf(lse), 0.0, lse)
         return (out * normal(*out.shape)).sum() + (seen * normal(*lse.shape)).sum(), (out, lse)
 
-    return jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)(inputs)
+    return jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)
 
 
 @pytest.mark.parametrize(
@@ -72,37 +98,60 @@ def test_ring_attention(options: dict[str, Any], check_vma: bool) -> None:
     inputs = arrays(20, 20)
     learned = {name: options[name] for name in ("bias", "sinks") if name in options}
     fixed = {name: x for name, x in options.items() if name not in learned}
-    static = {name: x for name, x in fixed.items() if not isinstance(x, jax.Array)}
-    others = {name: x for name, x in fixed.items() if isinstance(x, jax.Array)}
     inputs |= learned
-    mesh = jax.make_mesh((DEVICES,), ("ring",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def local(inputs: dict[str, jax.Array], others: dict[str, jax.Array]) -> Any:
-        attention = partial(flash_attention, sequence_axis="ring", return_lse=True, cfg=SMALL)
-        return attention(**inputs, **others, **static)
-
-    def ring(inputs: dict[str, jax.Array]) -> Any:
-        specs = {name: SPECS.get(name, P()) for name in (*inputs, *others)}
-        specs |= {"q": ROWS, "k": ROWS, "v": ROWS}
-        mapped = jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=({n: specs[n] for n in inputs}, {n: specs[n] for n in others}),
-            out_specs=(ROWS, P(None, None, "ring")),
-            check_vma=check_vma,
-        )
-        return mapped(inputs, others)
-
-    (_, got), got_gradients = gradients(ring, inputs)
-    (_, wanted), wanted_gradients = gradients(
-        lambda inputs: naive(**inputs, **fixed, return_lse=True), inputs
-    )
+    ring = over_a_ring(fixed, check_vma=check_vma)
+    (_, got), got_gradients = differentiated(ring)(inputs)
+    (_, wanted), wanted_gradients = differentiated(
+        lambda inputs: naive(**inputs, **fixed, return_lse=True)
+    )(inputs)
     for mine, truth in zip(got, wanted, strict=True):
         np.testing.assert_allclose(mine, truth, rtol=3e-5, atol=3e-5)
     for name in wanted_gradients:
         np.testing.assert_allclose(
             got_gradients[name], wanted_gradients[name], rtol=1e-4, atol=1e-4, err_msg=name
         )
+
+
+@pytest.mark.parametrize("value", [-1e9, float(np.finfo(np.float32).min)])
+def test_large_scores(value: float) -> None:
+    """Rows that a bias hides from all keys, of several shares, and scores of 1e5 in the others."""
+    inputs = arrays(20, 20)
+    inputs["q"] *= 1e5
+    inputs["k"] = jnp.round(inputs["k"] * 4) / 4  # far apart, whatever rounding does
+    bias = jnp.full((2, 4, 20, 20), value).at[:, :2].set(0.0)
+    inputs["q"] = inputs["q"].at[:, :, 2:].set(0.0)
+    (_, (out, _)), found = differentiated(over_a_ring({"bias": bias}))(inputs)
+    wanted = attention64(
+        *(np.asarray(inputs[n]) for n in "qkv"),
+        bias=np.asarray(bias),
+        dout=np.asarray(normal(*out.shape)),
+        dlse=np.asarray(normal(2, 4, 20)),
+    )
+    for name, mine in {"out": out, **found}.items():
+        truth = wanted[name]
+        np.testing.assert_allclose(
+            np.asarray(mine), truth, atol=2e-3 * max(np.abs(truth).max(), 0.1), err_msg=name
+        )
+
+
+def test_what_does_not_exist_reaches_nobody() -> None:
+    lengths = jnp.array([13, 20])
+    ring = over_a_ring({"q_lengths": lengths, "kv_lengths": lengths, "causal": True})
+    run = differentiated(ring)
+    real = (jnp.arange(20) < lengths[:, None])[:, :, None, None]
+    for size in (1.0, 1e3):
+        clean = arrays(20, 20)
+        clean["q"] *= size
+        (_, wanted), wanted_gradients = run(clean)
+        for poison in (np.nan, np.inf, 1e30):
+            dirty = {name: jnp.where(real, x, poison) for name, x in clean.items()}
+            (_, found), found_gradients = run(dirty)
+            for mine, truth in zip(found, wanted, strict=True):
+                np.testing.assert_allclose(mine, truth, rtol=1e-5, atol=1e-5)
+            for name, truth in wanted_gradients.items():
+                np.testing.assert_allclose(
+                    found_gradients[name], truth, rtol=1e-5, atol=1e-5, err_msg=name
+                )
 
 
 def test_an_axis_that_is_not_there_is_named() -> None:

@@ -57,7 +57,6 @@ def forward(
     block_q: int,
     block_k: int,
     block_heads: int | None = None,
-    out_dtype: Any = None,
     **keywords: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention, and the logarithm of its softmax denominators.
@@ -69,38 +68,68 @@ def forward(
       block_q: most queries in a tile.
       block_k: most keys in a tile.
       block_heads: most key heads in a tile, those of all examples counted; None: all.
-      out_dtype: dtype of the output; None: that of `q`.
       **keywords: `causal`, `softmax_scale` and the other fields of `Options`.
 
     Returns:
       `out`, `(batch, q_len, q_heads, value_dim)`, and `lse`, `(batch, q_heads, q_len)`, in
       float32 (float64 for float64), -inf for a query that sees no key.
     """
+    blocks: dict[str, Any] = {"block_q": block_q, "block_k": block_k, "block_heads": block_heads}
+    out, (lse,) = _forward(q, k, v, Options(**keywords), **blocks, out_dtype=q.dtype, apart=False)
+    return out, lse
+
+
+def partial_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, options: Options, **blocks: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Attention to these keys, not rounded, and what it takes to join it with that to others.
+
+    The arguments are those of `forward`. The largest score of a query and the sum of its weights,
+    relative to that, are both `(batch, q_heads, q_len)`; -inf and one for a query that sees no key.
+    """
+    dtype = accumulation_dtype(q.dtype)
+    out, (largest, total) = _forward(q, k, v, options, **blocks, out_dtype=dtype, apart=True)
+    return out, largest, total
+
+
+def _forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    options: Options,
+    *,
+    block_q: int,
+    block_k: int,
+    block_heads: int | None,
+    out_dtype: Any,
+    apart: bool,
+) -> tuple[jax.Array, list[jax.Array]]:
+    """The output, and the log-sum-exp, or its two parts `apart`."""
     tiling = Tiling.of(q, k, block_q, block_k)
-    options = padded(Options(**keywords), tiling)
+    options = padded(options, tiling)
     slices = Slices.of(q, k, block_heads)
     q = pad(q, tiling.padded_q_len, 1)
     k, v = pad(k, tiling.padded_k_len, 1), pad(v, tiling.padded_k_len, 1)
     # The log-sum-exp travels as one more array of rows, with a single feature.
     results = (
-        filled(q, v.shape[-1], 0.0, out_dtype or q.dtype),
-        filled(q, 1, 0.0, accumulation_dtype(q.dtype)),
+        filled(q, v.shape[-1], 0.0, out_dtype),
+        *(filled(q, 1, 0.0, accumulation_dtype(q.dtype)) for _ in range(2 if apart else 1)),
     )
 
     def attend(part: Slice, results: _Results) -> _Results:
         return _attend(q, k, v, results, part, part.options(options), tiling)
 
-    out, lse = slices.each(attend, results)
-    lse = lax.transpose(lax.squeeze(lse, (3,)), (0, 2, 1))
+    out, *rows = slices.each(attend, results)
+    rows = [lax.transpose(lax.squeeze(x, (3,)), (0, 2, 1)) for x in rows]
     if tiling.padded_q_len == tiling.q_len:
-        return out, lse
+        return out, rows
     return (
         lax.slice_in_dim(out, 0, tiling.q_len, axis=1),
-        lax.slice_in_dim(lse, 0, tiling.q_len, axis=2),
+        [lax.slice_in_dim(x, 0, tiling.q_len, axis=2) for x in rows],
     )
 
 
-_Results = tuple[jax.Array, jax.Array]
+_Results = tuple[jax.Array, ...]  # the output, and the log-sum-exp or its two parts
 
 
 def _attend(
@@ -154,11 +183,9 @@ def _attend(
             softmax = _Softmax.joined([meet_own_keys(strip) for strip in cut])
             earlier = times(i, tiling.block_q // tiling.block_k)
             softmax = loop(0, earlier, partial(add_keys, masked=False), softmax)
-        out_block, lse_block = softmax.finish(tiling, options, i)
-        out, lse = results
-        return (
-            part.set(out, from_rows(out_block, tiling.group), here),
-            part.set(lse, from_rows(lse_block, tiling.group), here),
+        new = softmax.finish(tiling, options, i, apart=len(results) == 3)
+        return tuple(
+            part.set(x, from_rows(y, tiling.group), here) for x, y in zip(results, new, strict=True)
         )
 
     return loop(0, tiling.q_blocks, attend_block, results)
@@ -204,8 +231,8 @@ class _Softmax(NamedTuple):
         values = product(tile.dropped(weights, i, j), v_block, 3, 2)
         return _Softmax(largest, total, lax.add(lax.mul(shrink, self.weighted), values))
 
-    def finish(self, tiling: Tiling, options: Options, i: Index) -> _Results:
-        """The output and the log-sum-exp; zeros and -inf where no key was met."""
+    def finish(self, tiling: Tiling, options: Options, i: Index, *, apart: bool) -> _Results:
+        """The output and the log-sum-exp, or its parts; zeros and -inf where no key was met."""
         largest, total, weighted = self
         empty = lax.eq(total, scalar(0, total))
         if options.q_lengths is not None:
@@ -222,7 +249,8 @@ class _Softmax(NamedTuple):
             total = lax.add(lax.mul(total, shrink), lax.exp(lax.sub(sinks, joint)))
             largest = jnp.where(empty, -jnp.inf, joint)
         total = lax.select(empty, lax.full_like(total, 1), total)
-        return lax.div(weighted, total), lax.add(largest, lax.log(total))
+        out = lax.div(weighted, total)
+        return (out, largest, total) if apart else (out, lax.add(largest, lax.log(total)))
 
 
 def _over_keys(reduce: Any, scores: jax.Array) -> jax.Array:

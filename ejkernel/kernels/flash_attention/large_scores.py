@@ -26,14 +26,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from .layout import Index, from_row, loop, scalar, set_span, span
-from .rows import NOTHING_SEEN, Rows, as_logits
+from .rows import Rows, Statistics, exact_rows, is_large
 from .slices import Slice
 from .sweep import SliceSweep, Sweep, Tiled, weighted
-
-# Up to here a log-sum-exp has as many digits behind the point as float32 has for a probability.
-_LARGE = 64.0
-
-_Statistics = tuple[jax.Array, ...]
 
 
 def exact_statistics(
@@ -49,44 +44,41 @@ def exact_statistics(
 
     `cut` has the options and blocks of `Sweep.of`.
     """
-    sweep = Sweep.of(q, k, v, dout, rows, **cut)
-    size, nothing_seen = lax.abs(rows.shift), lax.eq(rows.shift, scalar(NOTHING_SEEN, rows.shift))
-    is_large = lax.bitwise_and(lax.gt(size, scalar(_LARGE, size)), lax.bitwise_not(nothing_seen))
-    none = _nothing_met(sweep.arrays.rows.shift)
+    large = lax.reduce_or(is_large(rows.shift), (0, 1, 2))
+    found = statistics(q, k, v, rows, dout, only_if=large, **cut)
+    return exact_rows(rows, found, cut["options"].sinks, dlse)
 
-    def collect(part: Slice, state: _Statistics) -> _Statistics:
+
+def statistics(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    rows: Rows,
+    dout: jax.Array,
+    *,
+    only_if: jax.Array | None = None,
+    **cut: Any,
+) -> Statistics:
+    """The statistics of the rows over these keys; as if there were none, unless `only_if`."""
+    sweep = Sweep.of(q, k, v, dout, rows, **cut)
+
+    def collect(part: Slice, state: Statistics) -> Statistics:
         # Were nothing to depend on the loop's counter, XLA would compute it in front of the loop,
         # and so in every call.
         arrays, _ = lax.optimization_barrier((sweep.arrays, part.head))
         new = _statistics(dataclasses.replace(sweep, arrays=arrays).over(part))
-        return tuple(part.set_rows(x, y) for x, y in zip(state, new, strict=True))
+        return Statistics(*(part.set_rows(x, y) for x, y in zip(state, new, strict=True)))
 
-    found = sweep.slices.each(collect, none, only_if=lax.reduce_or(is_large, (0, 1, 2)))
-    tiling, sinks = sweep.tiling, sweep.options.sinks
-    largest, total, d_total = (from_row(x, tiling.group, tiling.q_len) for x in found)
-    missing, shift = lax.eq(total, scalar(0, total)), largest
-    if sinks is not None:
-        logits = as_logits(sinks, largest)
-        shift = lax.max(largest, logits)
-        shrink = lax.exp(lax.sub(largest, shift))
-        d_total = lax.mul(d_total, shrink)
-        total = lax.add(lax.mul(total, shrink), lax.exp(lax.sub(logits, shift)))
-    share = lax.div(lax.full_like(total, 1), lax.select(missing, lax.full_like(total, 1), total))
-    delta = lax.mul(d_total, share)
-    if dlse is not None:
-        delta = lax.sub(delta, lax.convert_element_type(dlse, delta.dtype))
-    # Rows of NaN and rows that see nothing stay as they were, and all rows if none is large.
-    unknown = lax.bitwise_or(nothing_seen, lax.ne(rows.shift, rows.shift))
-    as_before = lax.bitwise_or(missing, unknown)
-    exact = (shift, share, delta)
-    return Rows(*(lax.select(as_before, x, y) for x, y in zip(rows, exact, strict=True)))
+    found = sweep.slices.each(collect, _nothing_met(sweep.arrays.rows.shift), only_if=only_if)
+    tiling = sweep.tiling
+    return Statistics(*(from_row(x, tiling.group, tiling.q_len) for x in found))
 
 
-def _statistics(sweep: SliceSweep) -> _Statistics:
+def _statistics(sweep: SliceSweep) -> Statistics:
     """Of one slice: the largest score of each row, and relative to it the sum of the weights and
     the sum of what each weight adds to the loss."""
 
-    def add_tile(tiled: Tiled, state: _Statistics) -> _Statistics:
+    def add_tile(tiled: Tiled, state: Statistics) -> Statistics:
         before, total, d_total = (span(x, tiled.start, sweep.rows, 3) for x in state)
         largest = lax.max(before, _over_keys(lax.reduce_max, tiled.scores))
         # A row that has met nothing but -inf is shifted by nothing: -inf - -inf would be NaN.
@@ -95,21 +87,23 @@ def _statistics(sweep: SliceSweep) -> _Statistics:
         shrink = lax.exp(lax.sub(before, shift))
         weights = lax.exp(lax.sub(tiled.scores, shift))
         more = weighted(weights, tiled.d_weights, masked=tiled.masked)
-        new = (
+        new = Statistics(
             largest,
             lax.add(lax.mul(shrink, total), _over_keys(lax.reduce_sum, weights)),
             lax.add(lax.mul(shrink, d_total), _over_keys(lax.reduce_sum, more)),
         )
-        return tuple(set_span(x, tiled.start, y, 3) for x, y in zip(state, new, strict=True))
+        return Statistics(
+            *(set_span(x, tiled.start, y, 3) for x, y in zip(state, new, strict=True))
+        )
 
-    def add_block(j: Index, state: _Statistics) -> _Statistics:
+    def add_block(j: Index, state: Statistics) -> Statistics:
         return sweep.each_tile(sweep.keys(j), add_tile, state)
 
     return loop(0, sweep.tile.tiling.k_blocks, add_block, _nothing_met(sweep.shift))
 
 
-def _nothing_met(like: jax.Array) -> _Statistics:
-    return tuple(lax.full_like(like, x) for x in (-jnp.inf, 0.0, 0.0))
+def _nothing_met(like: jax.Array) -> Statistics:
+    return Statistics(*(lax.full_like(like, x) for x in (-jnp.inf, 0.0, 0.0)))
 
 
 def _over_keys(reduce: Any, tile: jax.Array) -> jax.Array:

@@ -1,18 +1,23 @@
 r"""Flash attention for GPU: Pallas kernels that JAX lowers to Triton, forward, dq, and dk with dv.
 
+One more finds the statistics of rows with large scores again: :mod:`.backward`.
+
 The mathematics is that of :mod:`.xla`. How it is laid out:
 
 * Arrays are read where they are, `(batch, sequence, heads, features)`; what a block has beyond the
-  ends of a sequence or of a feature dimension is masked when it is loaded. Nothing is copied.
+  ends of a sequence or of a feature dimension is masked when it is loaded. Only `dout` is copied,
+  multiplied by the shares of its rows.
 * One program computes one output block and loops over the tiles that it needs. Causality, windows,
-  lengths and segments shorten the loop. Tiles that positions leave whole have a loop of their own,
-  in which no position is compared.
+  lengths and segments shorten the loop. Tiles that positions and lengths leave whole have a loop of
+  their own, in which no position is compared, and no regard paid to numbers that are not finite:
+  whoever is there sees them.
 * The program for dk and dv works on transposed tiles, and loops over the query heads that share
   its key head.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -37,9 +42,19 @@ from .pallas_tiles import (
     HIDDEN_SCORE,
     LOWEST_MAXIMUM,
     Index,
-    delta_of,
+    finite_part,
+    keys_that_stay_apart,
+    shown,
+)
+from .rows import (
+    NOTHING_SEEN,
+    Rows,
+    Statistics,
+    exact_rows,
+    is_large,
     sinks_gradient,
-    without_empty_rows,
+    softmax_statistics,
+    with_shares,
 )
 
 
@@ -90,11 +105,12 @@ def forward(
         def add_keys(j: Index, state: Any, *, masked: bool) -> Any:
             largest, total, weighted = state
             k_tile, v_tile = call.key_tile(refs["k"], j, k), call.key_tile(refs["v"], j, v)
-            scores, _ = call.scores(at, refs, at.i, j, q_tile, k_tile, masked=masked)
-            before, largest = largest, jnp.maximum(largest, jnp.max(scores, axis=1))
-            shrink = jnp.exp(before - largest)
-            weights = jnp.exp(scores - largest[:, None])
-            total = shrink * total + jnp.sum(weights, axis=1)
+            visible = call.visible(at, refs, at.i, j) if masked else None
+            if masked:
+                k_tile, v_tile = keys_that_stay_apart(k_tile, v_tile)
+            scores, _ = call.scores(at, refs, at.i, j, q_tile, k_tile)
+            scores = shown(scores, visible, HIDDEN_SCORE)
+            largest, total, shrink, weights = _add_to_softmax(scores, largest, total, axis=1)
             product = plgpu.dot(weights.astype(v_tile.dtype), v_tile)
             return largest, total, shrink[:, None] * weighted + product
 
@@ -104,7 +120,7 @@ def forward(
             jnp.zeros((rows, padded(value_dim)), jnp.float32),
         )
         largest, total, weighted = call.over_keys(at, refs, add_keys, start)
-        real = total > 0.0  # a row that sees no key gives nothing, sink or not
+        real = total != 0.0  # a row that sees no key gives nothing, sink or not
         if "sinks" in refs:
             sink = plgpu.load(refs["sinks"].at[at.head])
             with_sink = jnp.maximum(largest, sink)
@@ -119,7 +135,8 @@ def forward(
         lse = jnp.where(real, largest + jnp.log(jnp.where(real, total, 1.0)), -jnp.inf)
         out_ref, lse_ref = outputs
         left = q_len - at.i * tiles.block_q
-        store(out_ref, weighted * share[:, None], (left, value_dim))
+        # What does not exist may be NaN.
+        store(out_ref, jnp.where(real[:, None], weighted * share[:, None], 0.0), (left, value_dim))
         store(lse_ref, lse, (left,))
 
     out, lse = call.run(
@@ -166,33 +183,54 @@ def backward(
         dout: Gradient of the loss with respect to `out`.
         dlse: The same with respect to `lse`, or None.
     """
-    delta = delta_of(out, dout, dlse)
-    shared = (q, k, v, dout, without_empty_rows(lse), delta, options, block_q, block_k)
     launch: dict[str, Any] = {
         "num_warps": num_warps,
         "num_stages": num_stages,
         "interpret": interpret,
     }
-    dq = _gradient_of_queries(*shared, **launch)
-    dk, dv = _gradient_of_keys(*shared, **launch)
+    rows = softmax_statistics(out, lse, dout, dlse)
+    # The kernels for queries and keys turn tiles differently, which may round differently.
+    found = _statistics(q, k, v, dout, rows.shift, options, block_q, block_k, **launch)
+    of_queries, of_keys = (exact_rows(rows, x, options.sinks, dlse) for x in found)
+    dq = _gradient_of_queries(q, k, v, dout, of_queries, options, block_q, block_k, **launch)
+    shift, delta, shared = with_shares(of_keys, dout, options)
+    arrays = (q, k, v, shared.astype(dout.dtype), shift, delta)
+    dk, dv = _gradient_of_keys(*arrays, options, block_q, block_k, **launch)
     named = {}
     if options.sinks is not None:
-        named["sinks"] = sinks_gradient(options.sinks, lse, delta)
+        named["sinks"] = sinks_gradient(options.sinks, of_queries)
     return dq, dk, dv, named
 
 
-def _gradient_of_queries(
+def _add_to_softmax(
+    scores: Any, largest: Any, total: Any, *, axis: int
+) -> tuple[Any, Any, Any, Any]:
+    """The largest scores and totals of queries with a tile added, by what earlier sums shrink, and
+    the tile's weights. Keys are along `axis`."""
+    before, largest = largest, jnp.maximum(largest, jnp.max(scores, axis=axis))
+    shrink = jnp.exp(before - largest)
+    weights = jnp.exp(scores - jnp.expand_dims(largest, axis))
+    return largest, shrink * total + jnp.sum(weights, axis=axis), shrink, weights
+
+
+def _statistics(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     dout: jax.Array,
-    lse: jax.Array,
-    delta: jax.Array,
+    shift: jax.Array,
     options: Options,
     block_q: int,
     block_k: int,
     **launch: Any,
-) -> jax.Array:
+) -> list[Statistics]:
+    """The statistics of the query blocks in which a shift is large; of the others, nothing.
+
+    The first are by tiles as they are for the gradient of queries, the others by turned ones.
+
+    A program that has nothing to do ends at once. A condition around the call would be cheaper by
+    that, but the host would have to wait for it.
+    """
     batch, q_len, heads, head_dim = q.shape
     call = Call.of(q, k, options, block_q, block_k)
     tiles = call.tiles
@@ -201,30 +239,98 @@ def _gradient_of_queries(
     call.add("k", k, call.all_keys(k))
     call.add("v", v, call.all_keys(v))
     call.add("dout", dout, query_block(tiles, dout))
-    call.add("lse", lse, row)
-    call.add("delta", delta, row)
+    call.add("shift", shift, row)
+    call.add_options()
+
+    def body(at: Place, refs: dict[str, Any], outputs: Any) -> None:
+        left = q_len - at.i * tiles.block_q
+        large = is_large(load(refs["shift"], (left,)))
+        any_large = jnp.max(large.astype(jnp.int32)) > 0
+        needed = jnp.where(any_large, left, 0)  # what is not needed is not even loaded
+        q_tile = load(refs["q"], (needed, head_dim))
+        dout_tile = load(refs["dout"], (needed, dout.shape[3]))
+
+        def over_keys(turned: bool) -> Any:
+            own, axis = dataclasses.replace(call, turned=turned), 0 if turned else 1
+
+            def add_keys(j: Index, state: Any, *, masked: bool) -> Any:
+                largest, total, weighted = state
+                k_tile, v_tile = call.key_tile(refs["k"], j, k), call.key_tile(refs["v"], j, v)
+                visible = own.visible(at, refs, at.i, j) if masked else None
+                scores, _ = own.scores(at, refs, at.i, j, q_tile, k_tile)
+                scores = shown(scores, visible, HIDDEN_SCORE)
+                largest, total, shrink, weights = _add_to_softmax(scores, largest, total, axis=axis)
+                factors = (v_tile, dout_tile.T) if turned else (dout_tile, v_tile.T)
+                added = jnp.sum(shown(weights * plgpu.dot(*factors), visible), axis=axis)
+                return largest, total, shrink * weighted + added
+
+            zeros = jnp.zeros((tiles.block_q,), jnp.float32)
+            start = (jnp.full((tiles.block_q,), LOWEST_MAXIMUM, jnp.float32), zeros, zeros)
+            return own.over_keys(at, refs, add_keys, start, only_if=any_large)
+
+        for ref, x in zip(outputs, (*over_keys(False), *over_keys(True)), strict=True):
+            store(ref, x, (left,))
+
+    shape = jax.ShapeDtypeStruct((batch, heads, q_len), jnp.float32)
+    found = call.run(
+        body,
+        name="flash_attention_statistics",
+        grid=(tiles.q_blocks, heads, batch),
+        outputs=[(shape, row)] * 6,
+        **launch,
+    )
+    return [Statistics(*found[:3]), Statistics(*found[3:])]
+
+
+def _gradient_of_queries(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    dout: jax.Array,
+    rows: Rows,
+    options: Options,
+    block_q: int,
+    block_k: int,
+    **launch: Any,
+) -> jax.Array:
+    batch, q_len, heads, head_dim = q.shape
+    call = Call.of(q, k, options, block_q, block_k)
+    tiles = call.tiles
+    row_block = pl.BlockSpec((None, None, tiles.block_q), lambda i, h, b: (b, h, i))
+    call.add("q", q, query_block(tiles, q))
+    call.add("k", k, call.all_keys(k))
+    call.add("v", v, call.all_keys(v))
+    call.add("dout", dout, query_block(tiles, dout))
+    for name, row in rows._asdict().items():
+        call.add(name, row, row_block)
     call.add_options()
 
     def body(at: Place, refs: dict[str, Any], outputs: Any) -> None:
         left = q_len - at.i * tiles.block_q
         q_tile = load(refs["q"], (left, head_dim))
         dout_tile = load(refs["dout"], (left, dout.shape[3]))
-        lse_rows = load(refs["lse"], (left,), other=-HIDDEN_SCORE)
+        shift_rows = load(refs["shift"], (left,), other=NOTHING_SEEN)
         delta_rows = load(refs["delta"], (left,))
 
         def add_keys(j: Index, total: Any, *, masked: bool) -> Any:
             k_tile, v_tile = call.key_tile(refs["k"], j, k), call.key_tile(refs["v"], j, v)
-            scores, slope = call.scores(at, refs, at.i, j, q_tile, k_tile, masked=masked)
-            weights = jnp.exp(scores - lse_rows[:, None])
+            visible = call.visible(at, refs, at.i, j) if masked else None
+            scores, slope = call.scores(at, refs, at.i, j, q_tile, k_tile)
+            weights = jnp.exp(scores - shift_rows[:, None])
             dweights = plgpu.dot(dout_tile, v_tile.T)
             dscores = weights * (dweights - delta_rows[:, None])
             if slope is not None:
                 dscores *= slope
+            if masked:
+                dscores, k_tile = shown(dscores, visible), finite_part(k_tile)
             return total + plgpu.dot(dscores.astype(k_tile.dtype), k_tile)
 
         start = jnp.zeros((tiles.block_q, padded(head_dim)), jnp.float32)
         total = call.over_keys(at, refs, add_keys, start)
-        store(outputs[0], options.softmax_scale * total, (left, head_dim))
+        share = load(refs["share"], (left,))[:, None]
+        # What does not exist may be NaN.
+        dq = jnp.where(share == 0.0, 0.0, options.softmax_scale * share * total)
+        store(outputs[0], dq, (left, head_dim))
 
     (dq,) = call.run(
         body,
@@ -241,7 +347,7 @@ def _gradient_of_keys(
     k: jax.Array,
     v: jax.Array,
     dout: jax.Array,
-    lse: jax.Array,
+    shift: jax.Array,
     delta: jax.Array,
     options: Options,
     block_q: int,
@@ -258,7 +364,7 @@ def _gradient_of_keys(
     call.add("k", k, key_block(tiles, k))
     call.add("v", v, key_block(tiles, v))
     call.add("dout", dout, queries_of_group(tiles, group, dout))
-    call.add("lse", lse, rows)
+    call.add("shift", shift, rows)
     call.add("delta", delta, rows)
     call.add_options()
 
@@ -276,15 +382,18 @@ def _gradient_of_keys(
                 part, real = pl.ds(start, tiles.block_q), q_len - start
                 q_tile = load(refs["q"].at[part, member, :], (real, head_dim))
                 dout_tile = load(refs["dout"].at[part, member, :], (real, value_dim))
-                lse_rows = load(refs["lse"].at[member, part], (real,), other=-HIDDEN_SCORE)
+                shift_rows = load(refs["shift"].at[member, part], (real,), other=NOTHING_SEEN)
                 delta_rows = load(refs["delta"].at[member, part], (real,))
-                scores, slope = call.scores(head, refs, i, at.j, q_tile, k_tile, masked=masked)
-                weights = jnp.exp(scores - lse_rows[None, :])
+                visible = call.visible(head, refs, i, at.j) if masked else None
+                scores, slope = call.scores(head, refs, i, at.j, q_tile, k_tile)
+                weights = shown(jnp.exp(scores - shift_rows[None, :]), visible)
                 dv += plgpu.dot(weights.astype(dout_tile.dtype), dout_tile)
                 dweights = plgpu.dot(v_tile, dout_tile.T)
                 dscores = weights * (dweights - delta_rows[None, :])
                 if slope is not None:
                     dscores *= slope
+                if masked:
+                    dscores, q_tile = shown(dscores, visible), finite_part(q_tile)
                 return dk + plgpu.dot(dscores.astype(q_tile.dtype), q_tile), dv
 
             return call.over_queries(at, refs, add_queries, sums)

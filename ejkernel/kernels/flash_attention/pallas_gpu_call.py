@@ -14,12 +14,10 @@ from jax.experimental.pallas import triton as plgpu
 
 from .options import Options
 from .pallas_tiles import (
-    HIDDEN_SCORE,
     Index,
     Tiles,
     both,
     divide,
-    hidden_by_value,
     least,
     most,
 )
@@ -45,7 +43,8 @@ class Call:
     options: Options
     tiles: Tiles
     group: int
-    keys_first: bool  # tiles are (keys, queries), and programs own key blocks
+    keys_first: bool  # programs own key blocks
+    turned: bool  # tiles are (keys, queries)
     operands: dict[str, tuple[jax.Array, pl.BlockSpec]] = field(default_factory=dict)
 
     @staticmethod
@@ -66,7 +65,7 @@ class Call:
             fitting_block(kv_len, block_k),
             *options.band,
         )
-        return Call(options, tiles, q.shape[2] // k.shape[2], keys_first)
+        return Call(options, tiles, q.shape[2] // k.shape[2], keys_first, turned=keys_first)
 
     def add(self, name: str, x: jax.Array, spec: pl.BlockSpec) -> None:
         self.operands[name] = (x, spec)
@@ -126,30 +125,44 @@ class Call:
         self.add(name, x, pl.BlockSpec(shape, index))
 
     def over_keys(
-        self, at: Place, refs: dict[str, Any], add: Callable[..., Any], state: Any
+        self,
+        at: Place,
+        refs: dict[str, Any],
+        add: Callable[..., Any],
+        state: Any,
+        *,
+        only_if: Any = True,
     ) -> Any:
+        block_q, block_k = self.tiles.block_q, self.tiles.block_k
         begin, end = self.tiles.keys_of(at.i)
+        first, last = self.tiles.whole_keys_of(at.i)
         if "kv_lengths" in refs:
             length = plgpu.load(refs["kv_lengths"].at[at.batch])
-            end = least(end, _blocks_in(length, self.tiles.block_k))
+            end = least(end, _blocks_in(length, block_k))
+            last = least(last, divide(length, block_k))
         if "q_lengths" in refs:
-            exists = at.i * self.tiles.block_q < plgpu.load(refs["q_lengths"].at[at.batch])
-            end = jnp.where(exists, end, begin)
+            only_if &= at.i * block_q < plgpu.load(refs["q_lengths"].at[at.batch])
+        if only_if is not True:
+            end = jnp.where(only_if, end, begin)
         begin, end = self._in_segments(at, refs, at.i, begin, end)
-        return self._loop(begin, end, self.tiles.whole_keys_of(at.i), add, state)
+        return self._loop(begin, end, (first, last), add, state)
 
     def over_queries(
         self, at: Place, refs: dict[str, Any], add: Callable[..., Any], state: Any
     ) -> Any:
+        block_q, block_k = self.tiles.block_q, self.tiles.block_k
         begin, end = self.tiles.queries_of(at.j)
+        first, last = self.tiles.whole_queries_of(at.j)
         if "q_lengths" in refs:
             length = plgpu.load(refs["q_lengths"].at[at.batch])
-            end = least(end, _blocks_in(length, self.tiles.block_q))
+            end = least(end, _blocks_in(length, block_q))
+            last = least(last, divide(length, block_q))
         if "kv_lengths" in refs:
-            exists = at.j * self.tiles.block_k < plgpu.load(refs["kv_lengths"].at[at.batch])
-            end = jnp.where(exists, end, begin)
+            length = plgpu.load(refs["kv_lengths"].at[at.batch])
+            end = jnp.where(at.j * block_k < length, end, begin)
+            last = jnp.where((at.j + 1) * block_k <= length, last, first)
         begin, end = self._in_segments(at, refs, at.j, begin, end)
-        return self._loop(begin, end, self.tiles.whole_queries_of(at.j), add, state)
+        return self._loop(begin, end, (first, last), add, state)
 
     def _in_segments(
         self, at: Place, refs: dict[str, Any], block: Index, begin: Index, end: Index
@@ -168,7 +181,7 @@ class Call:
         add: Callable[..., Any],
         state: Any,
     ) -> Any:
-        """Add the blocks; where positions alone count, those in `whole` without comparing any."""
+        """Add the blocks, those in `whole` without hiding anything if nothing else hides it."""
 
         def loop(start: Index, stop: Index, state: Any, *, masked: bool) -> Any:
             if isinstance(start, int) and isinstance(stop, int) and start >= stop:
@@ -176,15 +189,19 @@ class Call:
             return lax.fori_loop(start, stop, lambda x, s: add(x, s, masked=masked), state)
 
         options, tiles = self.options, self.tiles
-        if hidden_by_value(options):
+        if options.mask is not None or options.segment_ids is not None:
             return loop(begin, end, state, masked=True)
         first, last = (least(edge, end) for edge in whole)
+        last = most(first, last)
         if tiles.left is not None or (self.keys_first and tiles.right is not None):
             state = loop(begin, first, state, masked=True)
         state = loop(first, last, state, masked=False)
         is_ragged = tiles.kv_len < tiles.padded_kv_len
+        has_lengths = options.kv_lengths is not None or (
+            self.keys_first and options.q_lengths is not None
+        )
         before_last = tiles.left if self.keys_first else tiles.right
-        if is_ragged or before_last is not None:
+        if is_ragged or has_lengths or before_last is not None:
             state = loop(last, end, state, masked=True)
         return state
 
@@ -194,11 +211,11 @@ class Call:
         return load(part, (self.tiles.kv_len - start, like.shape[3]))
 
     def scores(
-        self, at: Place, refs: dict[str, Any], i: Index, j: Index, q: Any, k: Any, *, masked: bool
+        self, at: Place, refs: dict[str, Any], i: Index, j: Index, q: Any, k: Any
     ) -> tuple[Any, Any]:
         """A tile of scores, and their slope by the scaled products if that is not one."""
         options = self.options
-        left, right = (k, q) if self.keys_first else (q, k)
+        left, right = (k, q) if self.turned else (q, k)
         scores = plgpu.dot(left, right.T) * options.softmax_scale
         slope = None
         if options.logits_soft_cap is not None:
@@ -207,15 +224,17 @@ class Call:
             scores = options.logits_soft_cap * capped
         if "bias" in refs:
             scores += self._score_tile(refs["bias"], at, i, j).astype(jnp.float32)
-        if masked:
-            visible = self._visible(at, refs, i, j)
-            scores = scores if visible is None else jnp.where(visible, scores, HIDDEN_SCORE)
         return scores, slope
 
-    def _visible(self, at: Place, refs: dict[str, Any], i: Index, j: Index) -> Any:
+    def visible(self, at: Place, refs: dict[str, Any], i: Index, j: Index) -> Any:
+        """Which scores of a tile count; None: all."""
         tiles = self.tiles
-        length = plgpu.load(refs["kv_lengths"].at[at.batch]) if "kv_lengths" in refs else None
-        visible = tiles.visible(i, j, length, keys_first=self.keys_first)
+        lengths: list[Index] = [None, None]
+        if "q_lengths" in refs and self.keys_first:  # only there something is summed over queries
+            lengths[0] = plgpu.load(refs["q_lengths"].at[at.batch])
+        if "kv_lengths" in refs:
+            lengths[1] = plgpu.load(refs["kv_lengths"].at[at.batch])
+        visible = tiles.visible(i, j, *lengths, turned=self.turned)
         if "mask" in refs:
             visible = both(visible, self._score_tile(refs["mask"], at, i, j) != 0)
         if "q_segments" in refs:
@@ -226,7 +245,7 @@ class Call:
             kv_ids = load(keys, (tiles.kv_len - start_k,))
             same = (
                 kv_ids[:, None] == q_ids[None, :]
-                if self.keys_first
+                if self.turned
                 else q_ids[:, None] == kv_ids[None, :]
             )
             visible = both(visible, same)
@@ -252,7 +271,7 @@ class Call:
         else:
             real = (tiles.q_len - start_q, tiles.kv_len - start_k)
             tile = load(ref.at[member, rows, columns], real)
-        return tile.T if self.keys_first else tile
+        return tile.T if self.turned else tile
 
     def run(
         self,

@@ -10,18 +10,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-
-from .options import Options
 
 Index: TypeAlias = Any  # an int, or a traced int32 scalar
 
-# Both are finite, because -inf - -inf is NaN. A running maximum starts at LOWEST_MAXIMUM, so that
-# the exponential of a hidden score is exactly zero even in a row that has seen no key yet.
-HIDDEN_SCORE = -1e30
-LOWEST_MAXIMUM = -0.5e30
+HIDDEN_SCORE = -jnp.inf
+# A running maximum starts at the lowest number there is, because -inf - -inf is NaN. So a hidden
+# score weighs nothing even in a row that has seen no key yet, and the lowest score does.
+LOWEST_MAXIMUM = float(np.finfo(np.float32).min)
 
 
 @dataclass(frozen=True)
@@ -118,26 +116,40 @@ class Tiles:
         """The most query blocks that see a key block."""
         return _longest(self.queries_of(j) for j in range(self.k_blocks))
 
-    def whole(self, i: Index, j: Index) -> Index:
+    def whole(self, i: Index, j: Index, q_length: Index = None, kv_length: Index = None) -> Index:
         """Whether every position of tile `(i, j)` is visible: then nothing has to be compared."""
         answer: Index = True
+        if q_length is not None:
+            answer &= (i + 1) * self.block_q <= q_length
+        if kv_length is not None:
+            answer &= (j + 1) * self.block_k <= kv_length
         if self.kv_len < self.padded_kv_len:
-            answer = (j + 1) * self.block_k <= self.kv_len
+            answer &= (j + 1) * self.block_k <= self.kv_len
         if self.right is not None:
             answer &= (j + 1) * self.block_k - 1 <= i * self.block_q + self.right
         if self.left is not None:
             answer &= j * self.block_k >= (i + 1) * self.block_q - 1 - self.left
         return answer
 
-    def visible(self, i: Index, j: Index, kv_length: Index = None, *, keys_first: bool) -> Any:
+    def visible(
+        self,
+        i: Index,
+        j: Index,
+        q_length: Index = None,
+        kv_length: Index = None,
+        *,
+        turned: bool,
+    ) -> Any:
         """Which positions of tile `(i, j)` count, or None if all do.
 
-        The tile is `(block_q, block_k)`, or `(block_k, block_q)` with `keys_first`.
+        The tile is `(block_q, block_k)`, or `(block_k, block_q)` if `turned`.
         """
-        shape = (self.block_k, self.block_q) if keys_first else (self.block_q, self.block_k)
-        query = i * self.block_q + lax.broadcasted_iota(jnp.int32, shape, int(keys_first))
-        key = j * self.block_k + lax.broadcasted_iota(jnp.int32, shape, int(not keys_first))
+        shape = (self.block_k, self.block_q) if turned else (self.block_q, self.block_k)
+        query = i * self.block_q + lax.broadcasted_iota(jnp.int32, shape, int(turned))
+        key = j * self.block_k + lax.broadcasted_iota(jnp.int32, shape, int(not turned))
         conditions = []
+        if q_length is not None:
+            conditions.append(query < q_length)
         if kv_length is not None:
             conditions.append(key < kv_length)
         elif self.kv_len < self.padded_kv_len:
@@ -158,32 +170,28 @@ def both(*conditions: Any) -> Any:
     return answer
 
 
-def hidden_by_value(options: Options) -> bool:
-    """Whether what is visible depends on more than positions."""
-    by_value = (options.mask, options.segment_ids, options.kv_lengths)
-    return any(x is not None for x in by_value)
+def shown(x: Any, visible: Any, other: float = 0.0) -> Any:
+    """A tile with `other` where it is not visible; None: all of it is."""
+    return x if visible is None else jnp.where(visible, x, other)
 
 
-def delta_of(out: jax.Array, dout: jax.Array, dlse: jax.Array | None) -> jax.Array:
-    r"""`(batch, heads, q_len)`: what the softmax subtracts from the gradient of a row's weights.
-
-    :math:`\delta_i = \sum_d do_{id} o_{id}`, less the gradient of the log-sum-exp: its derivative
-    by a score is the score's weight, so it enters in the same place with the other sign.
-    """
-    delta = jnp.einsum("bqhd,bqhd->bhq", dout.astype(jnp.float32), out.astype(jnp.float32))
-    return delta if dlse is None else delta - dlse.astype(jnp.float32)
+# Zero times NaN is NaN, so in a tile that hides anything, what is summed over with weights of zero
+# has to be finite: see `finite`. Half precision is not compared on all devices.
 
 
-def without_empty_rows(lse: jax.Array) -> jax.Array:
-    """The log-sum-exp as a backward kernel wants it: a row without keys has no weights at all."""
-    return jnp.where(jnp.isneginf(lse), -HIDDEN_SCORE, lse.astype(jnp.float32))
+def finite_part(x: Any) -> Any:
+    """A tile with zeros for NaN and infinity."""
+    wide = x.astype(jnp.float32)
+    return jnp.where(jnp.abs(wide) < jnp.inf, wide, 0.0).astype(x.dtype)
 
 
-def sinks_gradient(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
-    """A sink is a score whose value is zero: its gradient is that of any other score."""
-    logits = sinks.astype(jnp.float32)[None, :, None]
-    weights = jnp.exp(logits - without_empty_rows(lse))
-    return -jnp.sum(weights * delta, axis=(0, 2)).astype(sinks.dtype)
+def keys_that_stay_apart(k: Any, v: Any) -> tuple[Any, Any]:
+    """Tiles of keys to compute scores with, NaN where a value is not finite, and of values."""
+    size = jnp.abs(v.astype(jnp.float32))
+    bad = jnp.max(jnp.where(size < jnp.inf, 0.0, 1.0), axis=1, keepdims=True)
+    # Numbers are broadcast rather than booleans, which Mosaic cannot.
+    apart = jnp.where(jnp.broadcast_to(bad, k.shape) > 0.0, jnp.nan, k.astype(jnp.float32))
+    return apart.astype(k.dtype), finite_part(v)
 
 
 def _block_of(position: Index, block: int, length: int) -> Index:

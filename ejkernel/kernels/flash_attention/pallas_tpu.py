@@ -1,5 +1,7 @@
 r"""Flash attention for TPU: Pallas kernels for the forward pass, for dq, and for dk and dv.
 
+One more finds the statistics of the rows again, if there are large scores: :mod:`.backward`.
+
 The mathematics is that of :mod:`.xla`. How it is laid out:
 
 * Arrays are brought to `(batch, heads, sequence, features)` and padded to whole blocks, which XLA
@@ -9,8 +11,9 @@ The mathematics is that of :mod:`.xla`. How it is laid out:
   triangle or the window makes it; steps outside fetch nothing new and compute nothing.
 * Lengths and the smallest and largest segment of each block are prefetched as scalars, so tiles
   beyond a length, or of other segments, are skipped as well.
-* Tiles that positions leave whole are computed without comparing positions.
-* The log-sum-exp and delta are rows, `(1, block_q)`: as columns they would take a whole lane
+* Tiles that positions and lengths leave whole are computed without comparing positions, and without
+  regard to numbers that are not finite: whoever is there sees them.
+* The shift and delta of queries are rows, `(1, block_q)`: as columns they would take a whole lane
   register per number. The kernel for dk and dv works on transposed tiles, which want rows; the
   other two turn a block around once per query block.
 * Query heads that share a key head read it through the index map; its gradient is summed over
@@ -31,10 +34,11 @@ from jax.experimental.pallas import tpu as pltpu
 from ..promotion import usual_promotion
 from .options import Options
 from .pallas_tiles import (
+    HIDDEN_SCORE,
     LOWEST_MAXIMUM,
-    delta_of,
-    sinks_gradient,
-    without_empty_rows,
+    finite_part,
+    keys_that_stay_apart,
+    shown,
 )
 from .pallas_tpu_call import (
     LANES,
@@ -47,6 +51,15 @@ from .pallas_tpu_call import (
     QueryRow,
     dot,
     row_shape,
+)
+from .rows import (
+    Rows,
+    Statistics,
+    exact_rows,
+    is_large,
+    sinks_gradient,
+    softmax_statistics,
+    with_shares,
 )
 
 
@@ -127,15 +140,56 @@ def backward(
         dout: Gradient of the loss with respect to `out`.
         dlse: The same with respect to `lse`, or None.
     """
-    delta = delta_of(out, dout, dlse)
-    shared = (q, k, v, dout, without_empty_rows(lse), delta, options)
     blocks: dict[str, Any] = {"block_q": block_q, "block_k": block_k, "interpret": interpret}
-    dq = _gradient_of_queries(*shared, **blocks)
-    dk, dv = _gradient_of_keys(*shared, **blocks)
+    rows = softmax_statistics(out, lse, dout, dlse)
+    # The kernels for queries and keys turn tiles differently, which may round differently.
+    found = lax.cond(
+        jnp.any(is_large(rows.shift)),
+        lambda: [_statistics(q, k, v, dout, options, turned=x, **blocks) for x in (False, True)],
+        lambda: [Statistics(*[jnp.zeros_like(rows.shift)] * 3)] * 2,
+    )
+    of_queries, of_keys = (exact_rows(rows, x, options.sinks, dlse) for x in found)
+    dq = _gradient_of_queries(q, k, v, dout, of_queries, options, **blocks)
+    shift, delta, shared = with_shares(of_keys, dout, options)
+    shared = shared.astype(dout.dtype)
+    dk, dv = _gradient_of_keys(q, k, v, shared, shift, delta, options, **blocks)
     named = {}
     if options.sinks is not None:
-        named["sinks"] = sinks_gradient(options.sinks, lse, delta)
+        named["sinks"] = sinks_gradient(options.sinks, of_queries)
     return dq, dk, dv, named
+
+
+def _statistics(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    dout: jax.Array,
+    options: Options,
+    *,
+    turned: bool,
+    block_q: int,
+    block_k: int,
+    interpret: bool,
+) -> Statistics:
+    call = Call.of(q, k, options, block_q, block_k, turned=turned)
+    tiles = call.tiles
+    call.add_queries("q", q)
+    call.add_keys("k", k)
+    call.add_keys("v", v)
+    call.add_queries("dout", dout)
+    call.add_options()
+    batch, q_len, heads, _ = q.shape
+    row = (row_shape(batch, heads, tiles.padded_q_len), QueryRow(tiles.block_q))
+    sums = (1, tiles.block_q) if turned else (tiles.block_q, LANES)
+    found = call.run(
+        partial(_statistics_body, call),
+        name="flash_attention_statistics",
+        grid=(batch, heads, tiles.q_blocks, tiles.key_steps),
+        outputs=[row] * 3,
+        scratch=[pltpu.VMEM(sums, jnp.float32)] * 3,
+        interpret=interpret,
+    )
+    return Statistics(*(x[:, :, 0, :q_len] for x in found))
 
 
 def _gradient_of_queries(
@@ -143,8 +197,7 @@ def _gradient_of_queries(
     k: jax.Array,
     v: jax.Array,
     dout: jax.Array,
-    lse: jax.Array,
-    delta: jax.Array,
+    rows: Rows,
     options: Options,
     *,
     block_q: int,
@@ -157,8 +210,8 @@ def _gradient_of_queries(
     call.add_keys("k", k)
     call.add_keys("v", v)
     call.add_queries("dout", dout)
-    call.add_query_rows("lse", lse)
-    call.add_query_rows("delta", delta)
+    for name, row in rows._asdict().items():
+        call.add_query_rows(name, row)
     call.add_options()
     batch, q_len, heads, head_dim = q.shape
     shape = (batch, heads, tiles.padded_q_len, head_dim)
@@ -182,7 +235,7 @@ def _gradient_of_keys(
     k: jax.Array,
     v: jax.Array,
     dout: jax.Array,
-    lse: jax.Array,
+    shift: jax.Array,
     delta: jax.Array,
     options: Options,
     *,
@@ -190,13 +243,13 @@ def _gradient_of_keys(
     block_k: int,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    call = Call.of(q, k, options, block_q, block_k, keys_first=True)
+    call = Call.of(q, k, options, block_q, block_k, keys_first=True, turned=True)
     tiles = call.tiles
     call.add_queries("q", q)
     call.add_keys("k", k)
     call.add_keys("v", v)
     call.add_queries("dout", dout)
-    call.add_query_rows("lse", lse)
+    call.add_query_rows("shift", shift)
     call.add_query_rows("delta", delta)
     call.add_options()
     batch, kv_len, kv_heads, head_dim = k.shape
@@ -228,32 +281,25 @@ def _gradient_of_keys(
 def _forward_body(call: Call, at: Place, refs: dict[str, Any], outputs: Any, scratch: Any) -> None:
     out_ref, lse_ref = outputs
     largest_ref, total_ref, weighted_ref = scratch
-
-    @pl.when(at.is_first)
-    def start() -> None:
-        largest_ref[...] = jnp.full_like(largest_ref, LOWEST_MAXIMUM)
-        total_ref[...] = jnp.zeros_like(total_ref)
-        weighted_ref[...] = jnp.zeros_like(weighted_ref)
+    _start_softmax(at, *scratch)
 
     def add_keys(*, masked: bool) -> None:
-        scores, _ = call.scores(at, refs, refs["q"][0, 0], refs["k"][0, 0], masked=masked)
-        v = refs["v"][0, 0]
-        before = largest_ref[:, :1]
-        largest = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
-        shrink = jnp.exp(before - largest)
-        weights = jnp.exp(scores - largest)
-        total = shrink * total_ref[:, :1] + jnp.sum(weights, axis=1, keepdims=True)
-        largest_ref[...] = jnp.broadcast_to(largest, largest_ref.shape)
-        total_ref[...] = jnp.broadcast_to(total, total_ref.shape)
+        k, v = refs["k"][0, 0], refs["v"][0, 0]
+        visible = call.visible(at, refs) if masked else None
+        if masked:
+            k, v = keys_that_stay_apart(k, v)
+        scores, _ = call.scores(refs, refs["q"][0, 0], k)
+        scores = shown(scores, visible, HIDDEN_SCORE)
+        shrink, weights = _add_to_softmax(scores, largest_ref, total_ref, axis=1)
         product = dot(weights.astype(v.dtype), v, ROWS_TIMES_COLUMNS)
         weighted_ref[...] = shrink * weighted_ref[...] + product
 
-    call.visit(at, add_keys)
+    call.visit(at, refs, add_keys)
 
     @pl.when(at.is_last)
     def finish() -> None:
         largest, total, weighted = largest_ref[...], total_ref[...], weighted_ref[...]
-        real = total > 0.0  # a row that sees no key gives nothing, sink or not
+        real = total != 0.0  # a row that sees no key gives nothing, sink or not
         if "sinks" in refs:
             sink = refs["sinks"][at.head]
             with_sink = jnp.maximum(largest, sink)
@@ -265,38 +311,102 @@ def _forward_body(call: Call, at: Place, refs: dict[str, Any], outputs: Any, scr
             row = at.i * call.tiles.block_q + lax.broadcasted_iota(jnp.int32, total.shape, 0)
             real &= row < refs["q_lengths"][at.batch]
         share = jnp.where(real, 1.0 / jnp.where(real, total, 1.0), 0.0)
-        out_ref[0, 0] = (weighted * share[:, :1]).astype(out_ref.dtype)
+        share_of_all = jnp.broadcast_to(share[:, :1], weighted.shape)
+        # What does not exist may be NaN.
+        out = jnp.where(share_of_all == 0.0, 0.0, weighted * share_of_all)
+        out_ref[0, 0] = out.astype(out_ref.dtype)
         lse = jnp.where(real, largest + jnp.log(jnp.where(real, total, 1.0)), -jnp.inf)
         lse_ref[0, 0] = lse.T[:1]
+
+
+def _start_softmax(at: Place, largest_ref: Any, total_ref: Any, weighted_ref: Any) -> None:
+    @pl.when(at.is_first)
+    def start() -> None:
+        largest_ref[...] = jnp.full_like(largest_ref, LOWEST_MAXIMUM)
+        total_ref[...] = jnp.zeros_like(total_ref)
+        weighted_ref[...] = jnp.zeros_like(weighted_ref)
+
+
+def _add_to_softmax(scores: Any, largest_ref: Any, total_ref: Any, *, axis: int) -> tuple[Any, Any]:
+    """Add a tile to the sums of its queries; by what earlier sums shrink, and the tile's weights.
+
+    Keys are along `axis`.
+    """
+    before = _once(largest_ref, axis)
+    largest = jnp.maximum(before, jnp.max(scores, axis=axis, keepdims=True))
+    shrink = jnp.exp(before - largest)
+    weights = jnp.exp(scores - largest)
+    total = shrink * _once(total_ref, axis) + jnp.sum(weights, axis=axis, keepdims=True)
+    largest_ref[...] = jnp.broadcast_to(largest, largest_ref.shape)
+    total_ref[...] = jnp.broadcast_to(total, total_ref.shape)
+    return shrink, weights
+
+
+def _once(ref: Any, axis: int) -> Any:
+    """The sums of queries: a row, or one of the equal columns."""
+    return ref[:, :1] if axis == 1 else ref[...]
+
+
+def _statistics_body(
+    call: Call, at: Place, refs: dict[str, Any], outputs: Any, scratch: Any
+) -> None:
+    largest_ref, total_ref, weighted_ref = scratch
+    axis = 0 if call.turned else 1
+    _start_softmax(at, *scratch)
+
+    def add_keys(*, masked: bool) -> None:
+        visible = call.visible(at, refs) if masked else None
+        scores, _ = call.scores(refs, refs["q"][0, 0], refs["k"][0, 0])
+        scores = shown(scores, visible, HIDDEN_SCORE)
+        shrink, weights = _add_to_softmax(scores, largest_ref, total_ref, axis=axis)
+        dout, v = refs["dout"][0, 0], refs["v"][0, 0]
+        dweights = dot(*((v, dout) if call.turned else (dout, v)), ROWS_TIMES_ROWS)
+        added = jnp.sum(shown(weights * dweights, visible), axis=axis, keepdims=True)
+        weighted = shrink * _once(weighted_ref, axis) + added
+        weighted_ref[...] = jnp.broadcast_to(weighted, weighted_ref.shape)
+
+    call.visit(at, refs, add_keys)
+
+    @pl.when(at.is_last)
+    def finish() -> None:
+        for row_ref, sum_ref in zip(outputs, scratch, strict=True):
+            row_ref[0, 0] = sum_ref[...] if call.turned else sum_ref[...].T[:1]
 
 
 def _query_gradient_body(
     call: Call, at: Place, refs: dict[str, Any], outputs: Any, scratch: Any
 ) -> None:
     (dq_ref,) = outputs
-    lse_ref, delta_ref, sum_ref = scratch
+    shift_ref, delta_ref, sum_ref = scratch
 
     @pl.when(at.is_first)
     def start() -> None:
-        for column_ref, name in ((lse_ref, "lse"), (delta_ref, "delta")):
+        for column_ref, name in ((shift_ref, "shift"), (delta_ref, "delta")):
             column_ref[...] = jnp.broadcast_to(refs[name][0, 0], column_ref.shape[::-1]).T
         sum_ref[...] = jnp.zeros_like(sum_ref)
 
     def add_keys(*, masked: bool) -> None:
         k, v = refs["k"][0, 0], refs["v"][0, 0]
-        scores, slope = call.scores(at, refs, refs["q"][0, 0], k, masked=masked)
-        weights = jnp.exp(scores - lse_ref[:, :1])
+        visible = call.visible(at, refs) if masked else None
+        scores, slope = call.scores(refs, refs["q"][0, 0], k)
+        weights = jnp.exp(scores - shift_ref[:, :1])
         dweights = dot(refs["dout"][0, 0], v, ROWS_TIMES_ROWS)
         dscores = weights * (dweights - delta_ref[:, :1])
         if slope is not None:
             dscores *= slope
+        if masked:
+            dscores, k = shown(dscores, visible), finite_part(k)
         sum_ref[...] += dot(dscores.astype(k.dtype), k, ROWS_TIMES_COLUMNS)
 
-    call.visit(at, add_keys)
+    call.visit(at, refs, add_keys)
 
     @pl.when(at.is_last)
     def finish() -> None:
-        dq_ref[0, 0] = (call.options.softmax_scale * sum_ref[...]).astype(dq_ref.dtype)
+        share = jnp.broadcast_to(refs["share"][0, 0], shift_ref.shape[::-1]).T[:, :1]
+        share = jnp.broadcast_to(share, sum_ref.shape)
+        dq = call.options.softmax_scale * share * sum_ref[...]
+        # What does not exist may be NaN.
+        dq_ref[0, 0] = jnp.where(share == 0.0, 0.0, dq).astype(dq_ref.dtype)
 
 
 def _key_gradient_body(
@@ -312,16 +422,19 @@ def _key_gradient_body(
 
     def add_queries(*, masked: bool) -> None:
         q, dout = refs["q"][0, 0], refs["dout"][0, 0]
-        scores, slope = call.scores(at, refs, q, refs["k"][0, 0], masked=masked)
-        weights = jnp.exp(scores - refs["lse"][0, 0])
+        visible = call.visible(at, refs) if masked else None
+        scores, slope = call.scores(refs, q, refs["k"][0, 0])
+        weights = shown(jnp.exp(scores - refs["shift"][0, 0]), visible)
         v_sum_ref[...] += dot(weights.astype(dout.dtype), dout, ROWS_TIMES_COLUMNS)
         dweights = dot(refs["v"][0, 0], dout, ROWS_TIMES_ROWS)
         dscores = weights * (dweights - refs["delta"][0, 0])
         if slope is not None:
             dscores *= slope
+        if masked:
+            dscores, q = shown(dscores, visible), finite_part(q)
         k_sum_ref[...] += dot(dscores.astype(q.dtype), q, ROWS_TIMES_COLUMNS)
 
-    call.visit(at, add_queries)
+    call.visit(at, refs, add_queries)
 
     @pl.when(at.is_last)
     def finish() -> None:

@@ -15,16 +15,15 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .options import Options
 from .pallas_tiles import (
-    HIDDEN_SCORE,
     Index,
     Tiles,
     both,
     ceil_div,
     divide,
-    hidden_by_value,
     least,
     most,
 )
+from .rows import NOTHING_SEEN
 
 LANES = 128
 ROWS_TIMES_COLUMNS = (((1,), (0,)), ((), ()))
@@ -124,7 +123,8 @@ class Call:
     options: Options
     tiles: Tiles
     group: int
-    keys_first: bool  # tiles are (keys, queries), and the grid walks over key blocks
+    keys_first: bool  # the grid walks over key blocks
+    turned: bool  # tiles are (keys, queries)
     scalars: dict[str, jax.Array] = field(default_factory=dict)
     operands: dict[str, tuple[jax.Array, Any]] = field(default_factory=dict)
 
@@ -137,6 +137,7 @@ class Call:
         block_k: int,
         *,
         keys_first: bool = False,
+        turned: bool = False,
     ) -> Call:
         q_len, kv_len = q.shape[1], k.shape[1]
         tiles = Tiles(
@@ -146,7 +147,7 @@ class Call:
             equal_blocks(kv_len, block_k),
             *options.band,
         )
-        return Call(options, tiles, q.shape[2] // k.shape[2], keys_first)
+        return Call(options, tiles, q.shape[2] // k.shape[2], keys_first, turned)
 
     def add_queries(self, name: str, x: jax.Array) -> None:
         spec = Query(self.tiles.block_q, x.shape[3])
@@ -157,9 +158,9 @@ class Call:
         self.operands[name] = (_heads_first(x, self.tiles.padded_kv_len), spec)
 
     def add_query_rows(self, name: str, x: jax.Array) -> None:
-        # Rows that only fill the last block weigh nothing: see `without_empty_rows`.
+        # Rows that only fill the last block see nothing.
         padding = self.tiles.padded_q_len - x.shape[2]
-        fill = -HIDDEN_SCORE if name == "lse" else 0.0
+        fill = NOTHING_SEEN if name == "shift" else 0.0
         x = jnp.pad(x, ((0, 0), (0, 0), (0, padding)), constant_values=fill)
         self.operands[name] = (x[:, :, None, :], QueryRow(self.tiles.block_q))
 
@@ -202,7 +203,7 @@ class Call:
         blocks = ids.reshape(ids.shape[0], -1, block)
         self.scalars[f"{side}_least"] = blocks.min(axis=2)
         self.scalars[f"{side}_most"] = blocks.max(axis=2)
-        row = of_queries == self.keys_first
+        row = of_queries == self.turned
         array = ids[:, None, :] if row else ids[:, :, None]
         self.operands[f"{side}_segments"] = (array, _Segments(block, row, of_queries))
 
@@ -244,10 +245,15 @@ class Call:
             needed &= scalars["kv_least"][batch, j] <= scalars["q_most"][batch, i]
         return Place(batch, head, kv_head, i, j, needed, is_first, is_last)
 
-    def visit(self, at: Place, add: Callable[..., None]) -> None:
-        """Add the step's tile if it is needed, without comparing positions where it is whole."""
-        whole = self.tiles.whole(at.i, at.j)
-        if hidden_by_value(self.options):
+    def visit(self, at: Place, refs: dict[str, Any], add: Callable[..., None]) -> None:
+        """Add the step's tile if it is needed, without hiding anything where it is whole."""
+        whole = self.tiles.whole(at.i, at.j, *self._lengths(at, refs))
+        if "q_least" in refs:
+            one = refs["q_least"][at.batch, at.i]
+            others = (refs["q_most"], at.i), (refs["kv_least"], at.j), (refs["kv_most"], at.j)
+            for ref, block in others:
+                whole &= ref[at.batch, block] == one
+        if "mask" in refs:
             pl.when(at.needed)(partial(add, masked=True))
         elif whole is True:
             pl.when(at.needed)(partial(add, masked=False))
@@ -255,12 +261,10 @@ class Call:
             pl.when(jnp.logical_and(at.needed, whole))(partial(add, masked=False))
             pl.when(jnp.logical_and(at.needed, jnp.logical_not(whole)))(partial(add, masked=True))
 
-    def scores(
-        self, at: Place, refs: dict[str, Any], q: Any, k: Any, *, masked: bool
-    ) -> tuple[Any, Any]:
+    def scores(self, refs: dict[str, Any], q: Any, k: Any) -> tuple[Any, Any]:
         """A tile of scores, and their slope by the scaled products if that is not one."""
         options = self.options
-        left, right = (k, q) if self.keys_first else (q, k)
+        left, right = (k, q) if self.turned else (q, k)
         scores = dot(left, right, ROWS_TIMES_ROWS) * options.softmax_scale
         slope = None
         if options.logits_soft_cap is not None:
@@ -269,24 +273,26 @@ class Call:
             scores = options.logits_soft_cap * capped
         if "bias" in refs:
             scores += self._as_tile(refs["bias"][0, 0].astype(jnp.float32))
-        if masked:
-            hidden = self._hidden(at, refs)
-            scores = scores if hidden is None else jnp.where(hidden, HIDDEN_SCORE, scores)
         return scores, slope
 
-    def _hidden(self, at: Place, refs: dict[str, Any]) -> Any:
-        length = refs["kv_lengths"][at.batch] if "kv_lengths" in refs else None
-        visible = self.tiles.visible(at.i, at.j, length, keys_first=self.keys_first)
+    def visible(self, at: Place, refs: dict[str, Any]) -> Any:
+        """Which scores of the step's tile count; None: all."""
+        visible = self.tiles.visible(at.i, at.j, *self._lengths(at, refs), turned=self.turned)
         if "mask" in refs:
             seen = self._as_tile(refs["mask"][0, 0].astype(jnp.int32)) != 0
             visible = both(visible, seen)
         if "q_segments" in refs:
             visible = both(visible, refs["q_segments"][0] == refs["kv_segments"][0])
-        return None if visible is None else jnp.logical_not(visible)
+        return visible
+
+    def _lengths(self, at: Place, refs: dict[str, Any]) -> tuple[Index, Index]:
+        """Lengths beyond which a tile hides queries, where it sums over them, and keys, or None."""
+        q_length = refs["q_lengths"][at.batch] if "q_lengths" in refs and self.keys_first else None
+        return q_length, refs["kv_lengths"][at.batch] if "kv_lengths" in refs else None
 
     def _as_tile(self, x: Any) -> Any:
         """A block of a bias or a mask, `(block_q or 1, block_k or 1)`, as the tiles are turned."""
-        if not self.keys_first:
+        if not self.turned:
             return x
         return jnp.broadcast_to(x, (self.tiles.block_q, self.tiles.block_k)).T
 

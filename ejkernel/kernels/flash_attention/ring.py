@@ -2,15 +2,19 @@ r"""Ring attention: the sequence is shared out to the devices of a mesh axis.
 
 Each device keeps its own queries, and the keys and values go round: after as many steps as there
 are devices every query has met every key, and no device ever held more than two shares. What a
-device has after a step is exact attention to the keys met so far; two such results,
-:math:`(o_1, l_1)` and :math:`(o_2, l_2)` with their log-sum-exps, make
+device has after a step is exact attention to the keys met so far: the largest score :math:`m` of a
+query, the sum :math:`l` of its weights and that of the weighted values :math:`a`, both relative to
+:math:`m`. Two such results make
 
 .. math::
-    l = \log(e^{l_1} + e^{l_2}), \qquad o = e^{l_1 - l} o_1 + e^{l_2 - l} o_2 .
+    m = \max(m_1, m_2), \qquad l = e^{m_1 - m} l_1 + e^{m_2 - m} l_2, \qquad
+    a = e^{m_1 - m} a_1 + e^{m_2 - m} a_2 .
 
 In the backward pass the gradients of the keys and values travel along with them, each device
 adding its part, and are at home when the round is over. A share that a device's queries do not see,
-because it lies in their future or outside of their window, costs nothing but its passage.
+because it lies in their future or outside of their window, costs nothing but its passage. Where a
+log-sum-exp is large, :mod:`.backward`, there is a round before that in which the statistics of the
+rows are found again.
 
 Runs inside `shard_map`. The local arrays are shares of equal length in the order of the axis;
 lengths, windows and dropout count positions of the whole sequence; `bias` and `mask` hold the
@@ -29,10 +33,11 @@ from jax import lax
 from ..dtypes import accumulation_dtype
 from ..promotion import usual_promotion
 from .backward import Gradients, partial_gradients
-from .forward import forward
+from .forward import partial_forward
+from .large_scores import statistics
 from .layout import block, filled, loop, set_block
 from .options import Options
-from .rows import sinks_gradient, softmax_statistics
+from .rows import Statistics, exact_rows, is_large, sinks_gradient, softmax_statistics
 
 
 @usual_promotion
@@ -51,30 +56,27 @@ def ring_forward(
     options = Options(**keywords)
     ring = _Ring.of(sequence_axis)
     dtype = accumulation_dtype(q.dtype)
+    blocks: dict[str, Any] = {"block_q": block_q, "block_k": block_k, "block_heads": block_heads}
 
     def step(t: Any, state: Any) -> Any:
-        share, out, lse = state
-        owner = ring.owner(t)
-        own = ring.options(options, share, owner, q.shape[1], k.shape[1]).replace(sinks=None)
-        met = forward(
-            q,
-            share.k,
-            share.v,
-            block_q=block_q,
-            block_k=block_k,
-            block_heads=block_heads,
-            out_dtype=dtype,
-            **vars(own),
-        )
-        return ring.passed_on(share), *_joined((out, lse), met)
+        share, met = state
+        own = ring.options(options, share, ring.owner(t), q.shape[1], k.shape[1])
+        own = own.replace(sinks=None)
+        out, largest, total = partial_forward(q, share.k, share.v, own, **blocks)
+        here = Statistics(largest, total, out * _by_row(total))
+        return ring.passed_on(share), _joined(met, here)
 
     share = _Share(k, v, options.kv_segment_ids)
-    out = filled(q, v.shape[-1], 0.0, dtype)
-    lse = lax.transpose(lax.squeeze(filled(q, 1, -jnp.inf, dtype), (3,)), (0, 2, 1))
-    _, out, lse = loop(0, ring.size, step, (share, out, lse))
+    start = _nothing_met(q, filled(q, v.shape[-1], 0.0, dtype))
+    _, met = loop(0, ring.size, step, (share, start))
+    empty = jnp.isneginf(met.largest)
     if options.sinks is not None:
-        out, lse = _with_sinks(out, lse, options.sinks)
-    return out.astype(q.dtype), lse
+        sinks = jnp.broadcast_to(options.sinks.astype(dtype)[None, :, None], empty.shape)
+        sink = Statistics(sinks, jnp.ones_like(sinks), jnp.zeros_like(met.weighted))
+        met = _joined(met, sink)
+    total = jnp.where(empty, 1.0, met.total)
+    lse = jnp.where(empty, -jnp.inf, met.largest + jnp.log(total))
+    return (met.weighted / _by_row(total)).astype(q.dtype), lse
 
 
 @usual_promotion
@@ -97,7 +99,20 @@ def ring_backward(
     """As `backward`, with the sequence shared out over `sequence_axis`."""
     options = Options(**keywords)
     ring = _Ring.of(sequence_axis)
+    blocks: dict[str, Any] = {"block_q": block_q, "block_k": block_k, "block_heads": block_heads}
     rows = softmax_statistics(out, lse, dout, dlse)
+
+    def collect(t: Any, state: Any) -> Any:
+        share, met = state
+        own = ring.options(options, share, ring.owner(t), q.shape[1], k.shape[1])
+        here = statistics(q, share.k, share.v, rows, dout, options=own, **blocks)
+        return ring.passed_on(share), _joined(met, here)
+
+    share = _Share(k, v, options.kv_segment_ids)
+    steps = ring.size * ring.largest(jnp.any(is_large(rows.shift)).astype(jnp.int32))
+    start: Any = (share, _nothing_met(q, lax.full_like(rows.delta, 0)))
+    share, found = loop(0, steps, collect, start)
+    rows = exact_rows(rows, found, options.sinks, dlse)
 
     def step(t: Any, state: Any) -> Any:
         share, dk, dv, dq, by_keyword = state
@@ -109,9 +124,7 @@ def ring_backward(
             rows,
             dout,
             options=ring.options(options, share, owner, q.shape[1], k.shape[1]),
-            block_q=block_q,
-            block_k=block_k,
-            block_heads=block_heads,
+            **blocks,
             differentiate_bias=differentiate_bias,
             dtype=lse.dtype,
         )
@@ -124,7 +137,7 @@ def ring_backward(
     if options.bias is not None and differentiate_bias:
         by_keyword["bias"] = lax.full_like(options.bias, 0, lse.dtype)
     zeros = tuple(lax.full_like(x, 0, lse.dtype) for x in (k, v, q))
-    start: Any = (_Share(k, v, options.kv_segment_ids), *zeros, by_keyword)
+    start = (share, *zeros, by_keyword)
     _, dk, dv, dq, by_keyword = loop(0, ring.size, step, start)
     if options.sinks is not None:
         by_keyword = {**by_keyword, "sinks": sinks_gradient(options.sinks, rows)}
@@ -157,6 +170,13 @@ class _Ring(NamedTuple):
         to_next = [(i, (i + 1) % self.size) for i in range(self.size)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis, to_next), tree)
 
+    def largest(self, x: jax.Array) -> jax.Array:
+        """The largest on any device, of other rings too: what all do together, all have to do."""
+        # One by one, because JAX does not take axes along which x varies together with others.
+        for axis in sorted({self.axis, *jax.sharding.get_abstract_mesh().manual_axes}, key=str):
+            x = lax.pmax(x, axis)
+        return x
+
     def options(
         self, options: Options, share: _Share, owner: jax.Array, q_len: int, k_len: int
     ) -> Options:
@@ -174,23 +194,26 @@ class _Ring(NamedTuple):
         )
 
 
-def _joined(
-    one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    """Attention to the keys of both."""
-    lse = jnp.logaddexp(one[1], other[1])
+def _nothing_met(q: jax.Array, weighted: jax.Array) -> Statistics:
+    """The statistics of queries before they met any keys."""
+    lowest, zeros = (
+        lax.transpose(lax.squeeze(filled(q, 1, x, weighted.dtype), (3,)), (0, 2, 1))
+        for x in (-jnp.inf, 0.0)
+    )
+    return Statistics(lowest, zeros, weighted)
+
+
+def _joined(one: Statistics, other: Statistics) -> Statistics:
+    """Over the keys of both."""
+    largest = jnp.maximum(one.largest, other.largest)
     # Where neither saw anything, -inf - -inf would be NaN.
-    finite = jnp.where(jnp.isneginf(lse), 0.0, lse)
-    parts = [out * _by_row(jnp.exp(part - finite)) for out, part in (one, other)]
-    return parts[0] + parts[1], lse
-
-
-def _with_sinks(out: jax.Array, lse: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The same with one more logit per head in the denominator."""
-    joint = jnp.logaddexp(lse, sinks.astype(lse.dtype)[None, :, None])
-    joint = jnp.where(jnp.isneginf(lse), lse, joint)
-    shrink = jnp.exp(lse - jnp.where(jnp.isneginf(lse), 0.0, joint))
-    return out * _by_row(shrink), joint
+    shift = jnp.where(jnp.isneginf(largest), 0.0, largest)
+    total, weighted = jnp.zeros_like(one.total), jnp.zeros_like(one.weighted)
+    for part in (one, other):
+        shrink = jnp.exp(part.largest - shift)
+        total += shrink * part.total
+        weighted += (_by_row(shrink) if weighted.ndim == 4 else shrink) * part.weighted
+    return Statistics(largest, total, weighted)
 
 
 def _by_row(x: jax.Array) -> jax.Array:
