@@ -143,6 +143,23 @@ def test_what_is_not_seen_reaches_nobody(implementation: str, case: str) -> None
             assert (rest == 0).all(), f"the gradient of {name} where it is {poison}"
 
 
+def test_keys_that_come_after_all_queries(implementation: str) -> None:
+    """Nor do rows see them that only fill a block."""
+    inputs = arrays()
+    inputs["q"] = inputs["q"][:, :27]
+    dout = np.random.default_rng(1).standard_normal(inputs["q"].shape).astype(np.float32)
+    run = differentiated(implementation, {"causal": True})
+    wanted = run(inputs, dout)
+    for poison in POISON:
+        for name in ("k", "v"):
+            inputs[name][:, 27:] = poison
+        found = run(inputs, dout)
+        for name, truth in wanted.items():
+            np.testing.assert_allclose(
+                found[name], truth, rtol=1e-5, atol=1e-5, err_msg=f"{name} with {poison}"
+            )
+
+
 def test_whoever_sees_nan_gets_nan(implementation: str) -> None:
     """Hiding what nobody sees must not hide what somebody sees."""
     inputs = arrays()

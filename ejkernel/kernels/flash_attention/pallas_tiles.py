@@ -150,6 +150,8 @@ class Tiles:
         conditions = []
         if q_length is not None:
             conditions.append(query < q_length)
+        elif self.q_len < self.padded_q_len:
+            conditions.append(query < self.q_len)
         if kv_length is not None:
             conditions.append(key < kv_length)
         elif self.kv_len < self.padded_kv_len:
