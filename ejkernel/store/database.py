@@ -16,7 +16,7 @@ from sqlalchemy.pool import NullPool, QueuePool
 
 from .errors import StoreBusy, StoreError
 from .failures import in_words, lost_connection, meaning
-from .folder import PATIENCE
+from .folder import PATIENCE, deadline
 from .harmless import make_harmless
 from .leftover import leave_mark
 from .location import FolderLocation, ServerLocation
@@ -28,6 +28,10 @@ _INSERTS: Mapping[str, Callable[[sa.Table], Any]] = {
     "sqlite": sqlite.insert,
     "postgresql": postgresql.insert,
 }
+
+
+_ONE_WAIT = 0.2
+"""Seconds that SQLite waits by itself; `Database` then tries again while there is patience."""
 
 
 class Database:
@@ -58,7 +62,7 @@ class Database:
         self._engine.dispose()
 
     def _run(self, work: Work[T], *, writes: bool) -> T:
-        deadline = time.monotonic() + PATIENCE
+        until = deadline(PATIENCE)
         again_after_loss = True
         while True:
             try:
@@ -82,7 +86,7 @@ class Database:
             # not even attached to the new one.
             if lost and again_after_loss:
                 again_after_loss = False  # what we write can be written twice
-            elif not isinstance(failure, StoreBusy) or time.monotonic() > deadline:
+            elif not isinstance(failure, StoreBusy) or time.monotonic() > until:
                 raise failure
             else:
                 time.sleep(random.uniform(0.001, 0.02))
@@ -129,7 +133,7 @@ def _sqlite_engine(file: pathlib.Path, mode: str) -> sa.Engine:
         connection = sqlite3.connect(
             f"{file.absolute().as_uri()}?{parameters}",
             uri=True,
-            timeout=PATIENCE,
+            timeout=_ONE_WAIT,
             check_same_thread=False,  # one thread at a time, not always the same one
             isolation_level=None,  # transactions begin where we say so
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import errno
 import os
 import pathlib
@@ -18,6 +19,24 @@ Identity = tuple[int, int]
 
 PATIENCE = 30.0
 """Seconds to wait for others before giving up; they hold locks for milliseconds."""
+
+_hurried = contextvars.ContextVar("ejkernel_store_hurried", default=False)
+
+
+@contextlib.contextmanager
+def hurried(yes: bool) -> Iterator[None]:
+    """Inside the block nobody is waited for, if `yes`: who waited in vain once need not again."""
+    before = _hurried.set(yes)
+    try:
+        yield
+    finally:
+        _hurried.reset(before)
+
+
+def deadline(patience: float) -> float:
+    """Until when others are waited for, by the clock of `time.monotonic`."""
+    return time.monotonic() + (0.0 if _hurried.get() else patience)
+
 
 _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "beegfs", "ceph", "afs"}
 
@@ -166,7 +185,7 @@ def held(location: FolderLocation, *, alone: bool) -> Iterator[bool]:
 def _locked(descriptor: int, kind: int, location: FolderLocation) -> bool:
     import fcntl
 
-    deadline = time.monotonic() + PATIENCE
+    until = deadline(PATIENCE)
     while True:
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
@@ -175,7 +194,7 @@ def _locked(descriptor: int, kind: int, location: FolderLocation) -> bool:
                 return False
         else:
             return True
-        if time.monotonic() > deadline:
+        if time.monotonic() > until:
             raise StoreBusy(f"{location.folder} was locked by others for {PATIENCE:.0f} s")
         time.sleep(0.01)
 

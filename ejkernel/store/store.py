@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from . import rows
-from .errors import StoreError, StoreGone
-from .folder import identity
+from .errors import StoreBusy, StoreError, StoreGone
+from .folder import hurried, identity
 from .keys import Key, to_columns
 from .location import FolderLocation, Location
 from .notices import Notices
@@ -61,6 +61,7 @@ class Store:
         self.location = location
         self.notices = notices or Notices()
         self._slot = _Slot()
+        self._was_busy = False  # when it was read last
         self._lock = threading.RLock()  # one thread at a time; forking waits for it too
         _watch_forks(self)
         weakref.finalize(self, self._slot.close)
@@ -152,8 +153,13 @@ class Store:
             with self._lock:
                 if self._slot.home is None and self._is_empty():
                     return otherwise
-                return self._attempt(lambda database: database.read(work), otherwise, write=False)
+                # Every call that is traced reads: one that is locked for good costs one wait.
+                with hurried(self._was_busy):
+                    found = self._attempt(lambda d: d.read(work), otherwise, write=False)
+                self._was_busy = False
+                return found
         except StoreError as error:
+            self._was_busy = isinstance(error, StoreBusy)
             self.notices.once(error.trouble, f"going on without it: {error}")
             return otherwise
 

@@ -9,6 +9,7 @@ import os
 import pathlib
 import sqlite3
 import stat
+import time
 
 import jax
 import jax.numpy as jnp
@@ -632,6 +633,39 @@ def test_a_folder_that_stays_locked_is_given_up(tmp_path, monkeypatch, caplog):
     finally:
         os.close(descriptor)
     assert len(warnings_of(caplog)) == 1
+    assert cache.get("key") == 1
+
+
+@pytest.mark.parametrize("way", ["folder", "file"])
+def test_a_store_that_stays_locked_is_waited_for_once(tmp_path, monkeypatch, way):
+    """A program has many calls, and each of them looks into the store while it is traced."""
+    import fcntl
+
+    from ejkernel.store import database, folder
+
+    PersistentCache(tmp_path).put("key", 1)
+    for module in (folder, database):
+        monkeypatch.setattr(module, "PATIENCE", 1.0)
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    other = sqlite3.connect(tmp_path / "configs.sqlite3", isolation_level=None)
+    if way == "folder":
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    else:
+        other.execute("PRAGMA locking_mode = EXCLUSIVE")
+        other.execute("BEGIN EXCLUSIVE")
+        other.execute("CREATE TABLE another (one)")
+    cache = PersistentCache(tmp_path)
+    try:
+        began = time.monotonic()
+        assert cache.get("key") is None
+        assert time.monotonic() - began > 0.9  # others may be at work
+        began = time.monotonic()
+        assert [cache.get("key") for _ in range(2)] == [None] * 2
+        assert time.monotonic() - began < 0.9
+    finally:
+        os.close(descriptor)
+        other.close()
+    assert cache.get("key") == 1
     assert cache.get("key") == 1
 
 
