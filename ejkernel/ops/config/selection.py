@@ -20,7 +20,13 @@ from .decision import Decision, Passed
 from .freshness import State, can_be_continued, judge, made_by
 from .near import NearTier
 from .persistent import PersistentCache
-from .policy import AutotunePolicy, effective_policy, forward_autotune_only, policy_override
+from .policy import (
+    AutotunePolicy,
+    asked_call,
+    effective_policy,
+    forward_autotune_only,
+    policy_override,
+)
 from .ranked import EstimatedTier
 from .statistics import count_decision, count_miss, count_tuning
 from .stored import BundleTier, PersistentTier, StoredTier
@@ -296,9 +302,9 @@ class ConfigSelectorChain:
     ) -> Request:
         if demands_reference(inv):
             raise ValueError(no_config_message(inv))
-        key = inv.key
         policy = dataclasses.replace(effective_policy(self.policy, self.selector_id), **changes)
-        return Request(inv, kernel, key, policy, self._emitter(key))
+        inv = asked_call(inv, policy)
+        return Request(inv, kernel, inv.key, policy, self._emitter(inv.key))
 
     def _tiers(self, policy: AutotunePolicy) -> list[Tier]:
         if policy.strict:
@@ -322,8 +328,7 @@ class ConfigSelectorChain:
         entry = None if self.persistent is None else self.persistent.entry(request.key)
         if entry is None or self.persistent is None:
             return []
-        wanted = "forward and backward" if request.policy.validate_backward else "forward"
-        if not can_be_continued(entry["about"], request.kernel, wanted):
+        if not can_be_continued(entry["about"], request.kernel, request.measured):
             return []
         return self.persistent.trials(request.key)
 

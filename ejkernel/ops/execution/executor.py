@@ -12,12 +12,12 @@ from ..config.decision import Decision
 from ..config.persistent import PersistentCache
 from ..config.policy import AutotunePolicy
 from ..config.selection import ConfigSelectorChain
-from ..core.implementation import run_labelled, run_unlabelled, run_with_default
+from ..core.running import run_selected, run_unlabelled, run_with_default
 from ..core.invocation import Invocation
 from ..core.kernel import Kernel
 from ..core.supports import demands_reference, no_config_message
 from ..core.symbolic import run_with_symbols, symbols
-from ..registry import record_while_tracing
+from ..registry import Recorded
 from ..utils import environment
 from .entry import CompiledCall, ExecutorKey
 from .partitioned import run_definition, run_partitioned
@@ -160,15 +160,20 @@ class Executor:
 
     def _run_here(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
         """Select and run with the shapes that the current trace sees."""
-        cfg = inv.override_cfg
-        if cfg is not None and not isinstance(self.chooser, ConfigSelectorChain):
-            # A chooser of the user's own need not know of overrides.
-            chosen = kernel.check_config(cfg, inv=inv)
-        else:
-            chosen = self.chooser.choose(inv, kernel)
-            kernel.check_config(chosen, "the chooser returned", inv)
-        record_while_tracing(kernel, inv)
-        return run_labelled(inv, kernel, chosen)
+        recorded = Recorded()
+
+        def select(inv: Invocation[Any, Any]) -> Any:
+            cfg = inv.override_cfg
+            if cfg is not None and not isinstance(self.chooser, ConfigSelectorChain):
+                # A chooser of the user's own need not know of overrides.
+                chosen = kernel.check_config(cfg, inv=inv)
+            else:
+                chosen = self.chooser.choose(inv, kernel)
+                kernel.check_config(chosen, "the chooser returned", inv)
+            recorded.while_tracing(kernel, inv)
+            return chosen
+
+        return run_selected(inv, kernel, select)
 
 
 def _bound(
