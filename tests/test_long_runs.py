@@ -204,7 +204,7 @@ def test_memory_does_not_grow_with_the_number_of_shapes(monkeypatch):
         for _ in range(count):  # what tracing a call does, without JAX's part
             inv = kernel.bind(jax.ShapeDtypeStruct((next(next_size),), jnp.float32))
             executor.chooser.choose(inv, kernel)
-            registry.record_while_tracing(kernel, inv)
+            registry.Recorded().while_tracing(kernel, inv)
         gc.collect()
         ours = tracemalloc.Filter(True, "*/ejkernel/*")
         statistics = tracemalloc.take_snapshot().filter_traces([ours]).statistics("filename")

@@ -387,8 +387,10 @@ class DoubleWithReference(Double):
         return x * 2
 
 
-def tune(kernel, *args, tuner=None, **kwargs):
-    return tune_invocation(tuner or quick_tuner(), kernel.bind(*args), kernel, **kwargs)
+def tune(kernel, *args, tuner=None, backward=False, **kwargs):
+    inv = kernel.bind(*args)
+    inv = inv.differentiate() if backward else inv
+    return tune_invocation(tuner or quick_tuner(), inv, kernel, **kwargs)
 
 
 def trial_of(outcome, name):

@@ -22,7 +22,9 @@ LIMIT = 4096
 
 _lock = threading.Lock()
 _invocations: OrderedDict[ConfigKey, Invocation[Any, Any]] = OrderedDict()
-_replaced: set[ConfigKey] = set()  # calls that were traced only on the way to their gradients
+_replaced: set[ConfigKey | None] = (
+    set()
+)  # calls that were traced only on the way to their gradients
 
 
 def record_invocation(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> None:
@@ -34,19 +36,26 @@ class Recorded:
     """What the executor records of one call that it traces; `EJKERNEL_OPS_RECORD` has the say.
 
     JAX traces a call forward before it asks for the gradient. Then it is the call with its gradient
-    that runs, and the one without is no longer listed, unless another call made it too. Its label
-    still finds it.
+    that runs, and the one without is no longer listed unless a program runs it too, as it says when
+    it is lowered. Its label finds it in either case.
     """
 
     def __init__(self) -> None:
         self._added: ConfigKey | None = None
+        self._runs = False
+
+    def runs_forward(self) -> None:
+        """A program is lowered in which the call runs without its gradient."""
+        self._runs = True
+        with _lock:
+            _replaced.discard(self._added)
 
     def while_tracing(self, kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> None:
         """Record a call; with a gradient, instead of the same call without."""
         mode = environment.RECORD.read()
         if mode == "0":
             return
-        if inv.differentiated and self._added is not None:
+        if inv.differentiated and self._added is not None and not self._runs:
             with _lock:
                 _replaced.add(self._added)
         is_new = inv.key not in _invocations

@@ -12,9 +12,9 @@ from ...markup import one_line
 from ...store.reading import shown
 from ...store.rows import sound_about
 from ...store.sources import Shipped
+from ..core.types import ConfigKey
 from ..utils import environment
 from ..utils.serialize import config_type_named, from_plain, qualified_name
-from ..core.types import ConfigKey
 from .cache import ConfigCache
 from .freshness import State, judge
 from .persistent import PersistentCache

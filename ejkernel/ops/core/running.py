@@ -8,6 +8,7 @@ another key, for the call with its gradient.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import jax
 from ..utils import environment
 from ..utils.fingerprint import device_kind
 from ..utils.meta import collect_label, label, stamped
+from ..utils.primitives import when_lowered
 from ..utils.specification import write_specification
 from .derivatives import way_out
 from .dispatch import defined_methods, find_method
@@ -59,12 +61,19 @@ def run_with_default(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any
     return run_unlabelled(inv, kernel, kernel.candidates(inv)[0] if cfg is None else cfg)
 
 
-def run_selected(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], select: Select) -> Any:
+def run_selected(
+    inv: Invocation[Any, Any],
+    kernel: Kernel[Any, Any],
+    select: Select,
+    runs_forward: Callable[[], None],
+) -> Any:
     """The kernel's output with the config that `select` gives for the call as it is used.
 
-    Every operation of it, forward and backward, carries the call's label.
+    Every operation of it, forward and backward, carries the call's label. `runs_forward` is called
+    when a program is lowered that does not differentiate the call.
     """
-    return _run(inv, kernel, select, lambda inv, cfg: _labelling_stage(inv, kernel, cfg))
+    stage = functools.partial(_labelling_stage, kernel)
+    return _run(inv, kernel, select, stage, runs_forward)
 
 
 def _run(
@@ -72,6 +81,7 @@ def _run(
     kernel: Kernel[Any, Any],
     select: Select,
     stage: Callable[[Invocation[Any, Any], Any], Stage],
+    runs_forward: Callable[[], None] | None = None,
 ) -> Any:
     arrays, rest = split((inv.args, without_demand(inv.kwargs)))
     demand = demand_of(inv.kwargs)
@@ -80,7 +90,6 @@ def _run(
     def choose(arrays: Sequence[Any], differentiated: Sequence[bool] = ()) -> Chosen:
         args, kwargs = rest.merge(arrays)
         names = dict.fromkeys(name for name, d in zip(owners, differentiated, strict=False) if d)
-        # Inside of an invocation that is measured with its gradient, the call is what it is.
         asked = dataclasses.replace(
             inv, args=args, kwargs={**kwargs, **demand}, differentiated=tuple(names)
         )
@@ -90,7 +99,8 @@ def _run(
 
         def primal(*arrays: Any) -> Any:
             args, kwargs = rest.merge(arrays)
-            return run(*args, cfg=cfg, **kwargs)
+            out = run(*args, cfg=cfg, **kwargs)
+            return out if names or not runs_forward else when_lowered(out, runs_forward)
 
         rule = find_rule(kernel, run, cfg, device_kind(), name)
         return Chosen(primal, rule or rule_by_jax(run, cfg), stage(asked, cfg))
@@ -112,7 +122,7 @@ def _has_rule(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> bool:
     return any(find_rule(kernel, kernel.run, None, device_kind(), name) for name in names)
 
 
-def _labelling_stage(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> Stage:
+def _labelling_stage(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], cfg: Any) -> Stage:
     """How to run a piece of the kernel such that the program says whose it is.
 
     The label stands on every operation. The specification, which is longer, stands on the call of

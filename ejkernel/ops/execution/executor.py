@@ -12,9 +12,9 @@ from ..config.decision import Decision
 from ..config.persistent import PersistentCache
 from ..config.policy import AutotunePolicy
 from ..config.selection import ConfigSelectorChain
-from ..core.running import run_selected, run_unlabelled, run_with_default
 from ..core.invocation import Invocation
 from ..core.kernel import Kernel
+from ..core.running import run_selected, run_unlabelled, run_with_default
 from ..core.supports import demands_reference, no_config_message
 from ..core.symbolic import run_with_symbols, symbols
 from ..registry import Recorded
@@ -173,7 +173,7 @@ class Executor:
             recorded.while_tracing(kernel, inv)
             return chosen
 
-        return run_selected(inv, kernel, select)
+        return run_selected(inv, kernel, select, recorded.runs_forward)
 
 
 def _bound(

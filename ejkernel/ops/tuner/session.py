@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from ..core.running import run_unlabelled
 from ..core.invocation import BatchAxes, Invocation, array_owners, is_inexact
 from ..core.kernel import Kernel
 from ..core.limits import reasons_against_config
 from ..core.partition import Partition, split
+from ..core.running import run_unlabelled
 from ..core.supports import demand_of, without_demand
 from ..utils.stable import stable_json
 from .bench import CandidateError
@@ -58,7 +58,7 @@ def tune_invocation(
     candidates: list[Any] | None = None,
     stored: Sequence[Mapping[str, Any]] = (),
 ) -> Outcome[Any]:
-    """Measure a kernel's candidates for one invocation, with its gradient if it is differentiated."""
+    """Measure a kernel's candidates for one invocation, differentiated if the invocation is."""
     inv = dataclasses.replace(inv.abstract(), kernel=kernel)
     name = f"{kernel.full_op_id}({inv.signature})"
     if needs_other_processes(inv):
