@@ -158,7 +158,7 @@ class Chosen:
 
 
 Choose = Callable[..., Chosen]
-"""`choose(arrays, differentiated)`, for each array whether its gradient is needed; none: forward."""
+"""`choose(arrays, differentiated)`: for each array, whether its gradient is needed (none is)."""
 
 
 def call_with_rule(
