@@ -25,6 +25,7 @@ from ejkernel.ops import (
     Executor,
     Kernel,
     PersistentCache,
+    StrictMiss,
     Tuner,
     autotune_lowered,
     autotune_recorded,
@@ -298,6 +299,30 @@ class ModuleScale(ByResiduals):
 
 
 SCALE = ModuleScale("module_scale")
+
+
+@pytest.mark.parametrize("stored", ["training", "forward"])
+def test_strict_mode_wants_what_the_program_runs(kernel, tmp_path, stored):
+    inv = kernel.bind(X)
+    asked = inv.differentiate() if stored == "training" else inv
+    PersistentCache(tmp_path).put(asked.key, Factor(FORWARD))
+    chain = ConfigSelectorChain(policy=AutotunePolicy(strict=True), persistent=tmp_path)
+    set_default_executor(Executor(chain))
+    forward, training = programs(kernel)
+    runs, fails = (training, forward) if stored == "training" else (forward, training)
+    for _ in range(2):
+        np.testing.assert_allclose(runs(X)[0], FORWARD)
+        with pytest.raises(StrictMiss, match="strict mode: no config is stored for scale@v1"):
+            fails(X)
+    other = inv if stored == "training" else inv.differentiate()
+    PersistentCache(tmp_path).put(other.key, Factor(TRAINING))
+    np.testing.assert_allclose(fails(X)[0], TRAINING)
+
+
+def test_a_miss_without_jit_is_an_error_too(kernel):
+    set_default_executor(Executor(ConfigSelectorChain(policy=AutotunePolicy(strict=True))))
+    with jax.disable_jit(), pytest.raises(StrictMiss):
+        kernel(X)
 
 
 # --- the policy -----------------------------------------------------------------------------------

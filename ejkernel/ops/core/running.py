@@ -56,9 +56,13 @@ def run_unlabelled(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any
 
 
 def run_with_default(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
-    """The same with a config that needs no selection: the heuristic one, or the first."""
-    cfg = inv.override_cfg
-    return run_unlabelled(inv, kernel, kernel.candidates(inv)[0] if cfg is None else cfg)
+    """The same with a config that needs no selection."""
+    return run_unlabelled(inv, kernel, default_config(inv, kernel))
+
+
+def default_config(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
+    """A config that needs no selection: the one given, the heuristic one, or the first."""
+    return kernel.candidates(inv)[0] if inv.override_cfg is None else inv.override_cfg
 
 
 def run_selected(

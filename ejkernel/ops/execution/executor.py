@@ -9,12 +9,13 @@ from typing import Any, Protocol, Self, TypeVar
 
 from ..config import ambient
 from ..config.decision import Decision
+from ..config.miss import Miss
 from ..config.persistent import PersistentCache
 from ..config.policy import AutotunePolicy
 from ..config.selection import ConfigSelectorChain
 from ..core.invocation import Invocation
 from ..core.kernel import Kernel
-from ..core.running import run_selected, run_unlabelled, run_with_default
+from ..core.running import default_config, run_selected, run_unlabelled, run_with_default
 from ..core.supports import demands_reference, no_config_message
 from ..core.symbolic import run_with_symbols, symbols
 from ..registry import Recorded
@@ -161,19 +162,41 @@ class Executor:
     def _run_here(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
         """Select and run with the shapes that the current trace sees."""
         recorded = Recorded()
+        missing: list[Miss] = []
 
         def select(inv: Invocation[Any, Any]) -> Any:
-            cfg = inv.override_cfg
-            if cfg is not None and not isinstance(self.chooser, ConfigSelectorChain):
-                # A chooser of the user's own need not know of overrides.
-                chosen = kernel.check_config(cfg, inv=inv)
-            else:
-                chosen = self.chooser.choose(inv, kernel)
-                kernel.check_config(chosen, "the chooser returned", inv)
+            chosen = self._chosen(inv, kernel)
+            if isinstance(chosen, Miss):
+                if inv.differentiated:
+                    raise chosen.error()
+                # JAX traces a call forward even where it goes on to differentiate it. Whether the
+                # call runs like this is known when the program is lowered.
+                missing.append(chosen)
+                chosen = default_config(inv, kernel)
             recorded.while_tracing(kernel, inv)
             return chosen
 
-        return run_selected(inv, kernel, select, recorded.runs_forward)
+        def runs_forward() -> None:
+            if missing:
+                ambient.forget_traces()  # this one was made with a config that nobody chose
+                raise missing[-1].error()
+            recorded.runs_forward()
+
+        return run_selected(inv, kernel, select, runs_forward)
+
+    def _chosen(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
+        """The config of a call, or a `Miss`."""
+        chooser, given = self.chooser, inv.override_cfg
+        if getattr(type(chooser), "choose", None) is ConfigSelectorChain.choose:
+            answer = chooser.answer(inv, kernel)  # type: ignore[attr-defined]
+            if isinstance(answer, Miss):
+                return answer
+            chosen = answer.cfg
+        elif given is not None and not isinstance(chooser, ConfigSelectorChain):
+            return kernel.check_config(given, inv=inv)  # it need not know of overrides
+        else:
+            chosen = chooser.choose(inv, kernel)
+        return kernel.check_config(chosen, "the chooser returned", inv)
 
 
 def _bound(

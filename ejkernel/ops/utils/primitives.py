@@ -21,15 +21,22 @@ def new_primitive(name: str, *, multiple_results: bool = False) -> Any:
 
 
 def identity_primitive(name: str, lower: Callable[..., None] = lambda **_: None) -> Any:
-    """A primitive that gives what it gets, under every transform; `lower(**params)` is told."""
+    """A primitive that gives what it gets, under every transform.
+
+    `lower(**params)` is called when it is lowered, or run without `jit`.
+    """
     primitive = new_primitive(name)
-    primitive.def_impl(lambda x, **_: x)
     primitive.def_abstract_eval(lambda x, **_: x)
+
+    def run(x: Any, **params: Any) -> Any:
+        lower(**params)
+        return x
 
     def lowering(ctx: Any, x: Any, **params: Any) -> list[Any]:
         lower(**params)
         return [x]
 
+    primitive.def_impl(run)
     mlir.register_lowering(primitive, lowering)
     batching.primitive_batchers[primitive] = lambda args, axes, **params: (
         primitive.bind(args[0], **params),
@@ -48,6 +55,8 @@ def when_lowered(outputs: Any, notify: Callable[[], None]) -> Any:
     asks for its gradient.
     """
     leaves, structure = jax.tree.flatten(outputs)
-    if leaves:
-        leaves[0] = _lowered.bind(leaves[0], notify=notify)
+    if not leaves:
+        notify()
+        return outputs
+    leaves[0] = _lowered.bind(leaves[0], notify=notify)
     return jax.tree.unflatten(structure, leaves)
