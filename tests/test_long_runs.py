@@ -185,8 +185,7 @@ def test_kernels_made_per_request_die_when_their_calls_are_forgotten(kind):
         dead.append(weakref.ref(kernel))
     del kernel
     clear_invocations()
-    if kind is Ruled:  # a traced program holds its rule, and JAX holds the latest programs
-        jax.clear_caches()
+    jax.clear_caches()  # a traced program may be differentiated later, so it holds its kernel
     gc.collect()
     assert [reference() for reference in dead] == [None] * 3
 

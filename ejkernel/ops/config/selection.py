@@ -202,7 +202,7 @@ class ConfigSelectorChain:
         elif agreement_in_force() is None:
             # With several processes, what this one holds is not for it alone to say.
             answer = self._ask(request, self._kept(request))
-        return answer if isinstance(answer, Decision) else Miss(request, answer, self.persistent)
+        return answer if isinstance(answer, Decision) else self._miss(request, answer)
 
     def _answer_call(self, request: Request) -> Decision[Any] | Miss:
         answer = self._ask(request, self._written)
@@ -212,11 +212,16 @@ class ConfigSelectorChain:
                 request, lambda request: self._ask(request, self._tiers(request.policy), passed)
             )
         if not isinstance(answer, Decision):
-            return Miss(request, answer, self.persistent)
+            return self._miss(request, answer)
         # Whatever serves: if the cache learns better later, this program selects again.
         self.cache.mark_served(request.key)
         count_decision(answer)
         return answer
+
+    def _miss(self, request: Request, passed: tuple[Passed, ...]) -> Miss:
+        # Without its arrays: it may outlive the trace that they belong to.
+        abstract = dataclasses.replace(request, inv=request.inv.abstract())
+        return Miss(abstract, passed, self.persistent)
 
     def _settled(self, request: Request, ask: Callable[[Request], Answer]) -> Answer:
         """What `ask` says; with several processes, what one of them said, in all of them."""

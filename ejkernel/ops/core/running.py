@@ -89,13 +89,15 @@ def _run(
 ) -> Any:
     arrays, rest = split((inv.args, without_demand(inv.kwargs)))
     demand = demand_of(inv.kwargs)
+    # What JAX keeps of this call, to differentiate it later, must not hold the arrays of its trace.
+    call = dataclasses.replace(inv, args=(), kwargs={})
     owners = [name for name, _ in array_owners(*rest.merge(arrays))]
 
     def choose(arrays: Sequence[Any], differentiated: Sequence[bool] = ()) -> Chosen:
         args, kwargs = rest.merge(arrays)
         names = dict.fromkeys(name for name, d in zip(owners, differentiated, strict=False) if d)
         asked = dataclasses.replace(
-            inv, args=args, kwargs={**kwargs, **demand}, differentiated=tuple(names)
+            call, args=args, kwargs={**kwargs, **demand}, differentiated=tuple(names)
         )
         cfg = select(asked)
         name = serving(kernel, asked, cfg)

@@ -81,6 +81,7 @@ def tune_invocation(
         reference = getattr(kernel, "reference", None)
         if reference is not None:
             reference = _mapped(reference, inv)
+        of_users, inputs = make_fn, args
         measured = "forward"
         notes = pruned.notes
         if inv.differentiated:
@@ -95,10 +96,11 @@ def tune_invocation(
                 args = (cotangents, *args)
                 make_fn, forward = (lambda cfg: with_gradients(forward(cfg), names)), make_fn
                 reference = reference and with_gradients(reference, names)
+                of_users = functools.partial(_with_hidden_gradients, make_fn, cotangents)
         if type(tuner).autotune is not Tuner.autotune:
             out = {*pruned.trials, *refused}
             left = [cfg for cfg in configs if stable_json(cfg) not in out]
-            best = _users_choice(tuner, name, make_fn, args, kwargs, left)
+            best = _users_choice(tuner, name, of_users, inputs, kwargs, left)
             try:
                 kernel.check_config(best, "the tuner returned", inv)
             except ValueError as error:
@@ -189,6 +191,17 @@ def _saying_that_it_hangs(key: str, cfg: Any, seconds: float = LONG_RUN_SECONDS)
         yield
     finally:
         warning.cancel()
+
+
+def _with_hidden_gradients(
+    make_fn: Callable[[Any], Function], cotangents: list[Any], cfg: Any
+) -> Function:
+    """For a tuner of the user's own: the function has the kernel's output, and computes both."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return jax.lax.optimization_barrier(make_fn(cfg)(cotangents, *args, **kwargs))[0]
+
+    return function
 
 
 def _users_choice(
