@@ -41,43 +41,23 @@ SHORT = (
 )
 
 
-# Walks over whole classes of calls, minutes each. CI divides their cases between its two Pythons by
-# `EJKERNEL_TEST_SHARE`: with `1/2` every other one is run, with `2/2` the rest.
-SWEEPS = (
-    "kernels/test_attention_",
-    "kernels/test_config_values.py",
-    "kernels/test_extremes.py",
-    "kernels/test_float64.py",
-    "kernels/test_independence.py",
-    "kernels/test_inside_shard_map.py",
-    "kernels/test_integer_arguments.py",
-    "kernels/test_modes.py",
-    "kernels/test_random_calls.py",
-    "kernels/test_vmap_of_operations.py",
-    "settings/test_dtype_modes.py",
-    "settings/test_partitioning_of_outputs.py",
-    "settings/test_sharding.py",
-    "settings/test_vmap",
-)
-
-
 def pytest_collection_modifyitems(config, items):
+    """Mark the long tests; of these, run the share of them that `EJKERNEL_TEST_SHARE` says.
+
+    CI divides them between its two Pythons: with `1/2` every other one is run, with `2/2` the rest.
+    """
     here = pathlib.Path(__file__).parent
-    part, of = map(int, os.environ.get("EJKERNEL_TEST_SHARE", "1/1").split("/"))
-    sweeps = [
-        item
-        for item in items
-        if item.path.is_relative_to(here)
-        and item.path.relative_to(here).as_posix().startswith(SWEEPS)
-    ]
-    left_out = {item for i, item in enumerate(sweeps) if i % of != part - 1}
-    if left_out:
-        config.hook.pytest_deselected(items=sorted(left_out, key=lambda item: item.nodeid))
-        items[:] = [item for item in items if item not in left_out]
     for item in items:
         name = item.path.relative_to(here).as_posix() if item.path.is_relative_to(here) else ""
         if name.startswith(LONG) and not name.startswith(SHORT):
             item.add_marker(pytest.mark.long)
+    part, of = map(int, os.environ.get("EJKERNEL_TEST_SHARE", "1/1").split("/"))
+    long = [item for item in items if item.get_closest_marker("long")]
+    left_out = [item for i, item in enumerate(long) if i % of != part - 1]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        out = set(left_out)
+        items[:] = [item for item in items if item not in out]
 
 
 @pytest.fixture(autouse=True)

@@ -31,6 +31,7 @@ from ejkernel.ops import (
     set_default_executor,
     verify_bundle,
 )
+from ejkernel.ops.config.selection import Sources
 from ejkernel.ops.config.stored import reload_bundles
 from ejkernel.ops.config.tiers import _said
 from ejkernel.ops.core.limits import field_reasons
@@ -256,7 +257,7 @@ def test_a_candidate_that_does_not_fit_is_recorded_and_never_built(kernel, monke
 
     monkeypatch.setattr(Sums, "run_xla", spy)
     selector = ConfigSelectorChain(ConfigCache(), tuner=Tuner(iters=1))
-    found = selector.known_or_tuned(kernel.bind(X), kernel)
+    found = selector.answer(kernel.bind(X), kernel, Sources.MEASURED)
     trials = {trial.cfg: trial for trial in found.about.trials}
     assert trials[Config(3)].verdict.name == "UNSUPPORTED"
     assert "block=3 must be a power of two from 1 to 64" in trials[Config(3)].reason

@@ -68,7 +68,9 @@ class Ray:
     show_default=True,
     help="'process': candidates run where they may crash or hang.",
 )
-@click.option("--backward", is_flag=True, help="Time forward and backward, compare gradients too.")
+@click.option(
+    "--backward", is_flag=True, help="Time every call forward and backward, as in training."
+)
 @click.option("--ray", is_flag=True, help="Spread the operations over a Ray cluster.")
 @click.option("--ray-address", metavar="ADDRESS", help="Of the cluster.  [default: a new one here]")
 @click.option("--workers", type=int, metavar="N", help="Most Ray tasks at the same time.")

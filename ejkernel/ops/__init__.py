@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .config import (
     AutotunePolicy,
     ConfigCache,
+    ConfigMiss,
     ConfigSelectorChain,
     Decision,
     PersistentCache,
@@ -89,6 +90,7 @@ __all__ = [
     "ConfigCache",
     "ConfigChooser",
     "ConfigKey",
+    "ConfigMiss",
     "ConfigSelectorChain",
     "Decision",
     "Dimension",

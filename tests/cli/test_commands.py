@@ -223,3 +223,25 @@ def test_native_kernels_without_a_compiler(ej, monkeypatch):
     done = ej("native", "build")
     assert done.code == 5
     assert "there is no C++ compiler" in done.err
+
+
+def test_a_training_program_and_a_forward_program_are_measured_apart(ej, cache):
+    call = row_sum.bind(jax.ShapeDtypeStruct((32, 4), jnp.float32))
+
+    def known_before(*arguments):
+        done = ej("tune", *arguments, "--effort", "quick", "--no-bench")
+        assert done.code == 0, done.err
+        return "known already" in done.err
+
+    def measured(inv):
+        entry = PersistentCache().entry(inv.key)
+        return entry and entry["about"]["measured"]
+
+    assert not known_before("small_model:training")
+    assert measured(call) is None
+    assert measured(call.differentiate()) == "forward and backward"
+    assert not known_before("small_model:tuned")
+    assert measured(call) == "forward"
+    assert known_before("small_model:training")
+    assert known_before("small_model:tuned")
+    assert known_before("small_model:tuned", "--backward")  # the training program's question

@@ -395,7 +395,7 @@ def test_a_worker_process_loads_the_library_too():
     arrays = inputs(batch=1, q_len=65, k_len=65, heads=2, kv_heads=2)
     inv = KERNEL.bind(*arrays, causal=True, softmax_scale=1.0).abstract()
     tuner = Tuner(isolation="process", effort="quick", progress=False)
-    outcome = tune_invocation(tuner, inv, KERNEL, backward=True)
+    outcome = tune_invocation(tuner, inv.differentiate(), KERNEL)
     assert outcome.measured != "forward"
     refused = [trial for trial in outcome.trials if trial.verdict is not Verdict.MEASURED]
     assert all(trial.verdict is Verdict.DUPLICATE for trial in refused), refused

@@ -29,6 +29,7 @@ from ejkernel.ops import (
     import_bundle,
     verify_bundle,
 )
+from ejkernel.ops.config.selection import Sources
 from ejkernel.ops.config.stored import reload_bundles
 from ejkernel.store import Bundle, BundleError
 from ejkernel.store.sources import Shipped
@@ -194,8 +195,8 @@ def test_the_same_config_twice_is_no_conflict_and_pruning_drops():
 def tuned_store(folder):
     store, kernel = PersistentCache(folder), Twice()
     chain = ConfigSelectorChain(ConfigCache(), tuner=Tuner(progress=False), persistent=store)
-    chain.known_or_tuned(kernel.bind(X), kernel)
-    chain.known_or_tuned(kernel.bind(jnp.arange(16.0)), kernel)
+    chain.answer(kernel.bind(X), kernel, Sources.MEASURED)
+    chain.answer(kernel.bind(jnp.arange(16.0)), kernel, Sources.MEASURED)
     return store, kernel
 
 

@@ -18,6 +18,7 @@ from ejkernel.ops import (
     policy_override,
 )
 from ejkernel.ops.config.freshness import State, judge
+from ejkernel.ops.config.selection import Sources
 from ejkernel.ops.utils.provenance import versions
 
 X = jnp.ones(4)
@@ -163,7 +164,7 @@ def test_an_entry_of_another_source_is_tuned_from_the_start(tuned):
 
 def test_an_order_to_tune_ignores_an_entry_of_another_source(tuned):
     kernel, tuner = Second(), Tuner(progress=False, effort="quick")
-    selector(tuned, tuner=tuner).known_or_tuned(kernel.bind(X), kernel)
+    selector(tuned, tuner=tuner).answer(kernel.bind(X), kernel, Sources.MEASURED)
     assert tuner.compilations == 2
 
 
@@ -177,7 +178,7 @@ def test_a_label_does_not_show_an_entry_of_another_source(tuned):
 
 def test_a_candidate_that_is_added_to_the_source_is_measured_alone(tuned):
     kernel, tuner = MoreCandidates(), Tuner(progress=False, effort="quick")
-    found = selector(tuned, tuner=tuner).known_or_tuned(kernel.bind(X), kernel)
+    found = selector(tuned, tuner=tuner).answer(kernel.bind(X), kernel, Sources.MEASURED)
     assert tuner.compilations == 1
     assert len(found.about.trials) == 3
     assert len(tuned.trials(kernel.bind(X).key)) == 3
@@ -256,7 +257,7 @@ def test_an_order_to_tune_measures_a_suspect_entry_again(tuned):
     kernel, tuner = First(), Tuner(progress=False, effort="quick")
     policy = AutotunePolicy(allow_autotune=False, cache_miss_fallback="heuristics")
     chain = selector(of_another_compiler(tuned), tuner=tuner, policy=policy)
-    chain.known_or_tuned(kernel.bind(X), kernel)
+    chain.answer(kernel.bind(X), kernel, Sources.MEASURED)
     assert tuner.compilations == 2
 
 

@@ -20,6 +20,7 @@ from ejkernel.ops import (
     Tuner,
     autotune,
 )
+from ejkernel.ops.config.selection import Sources
 from ejkernel.ops.tuner.outcome import TuningFailed, TuningInterrupted, Verdict
 from ejkernel.ops.tuner.session import tune_invocation
 from ejkernel.ops.utils.locations import without_locations
@@ -152,13 +153,13 @@ def test_a_budget_of_evaluations_gives_an_incomplete_result_that_is_continued(tm
         return ConfigSelectorChain(ConfigCache(), tuner=tuner, persistent=store), tuner
 
     first, tuner = selector(evaluations=1)
-    found = first.known_or_tuned(kernel.bind(X), kernel)
+    found = first.answer(kernel.bind(X), kernel, Sources.MEASURED)
     assert found.about.incomplete
     entry = store.entry(kernel.bind(X).key)
     assert "evaluations" in entry["about"]["incomplete"]
 
     second, tuner = selector()
-    found = second.known_or_tuned(kernel.bind(X), kernel)
+    found = second.answer(kernel.bind(X), kernel, Sources.MEASURED)
     assert not found.about.incomplete
     assert tuner.compilations < 4  # what was measured before is not compiled again
     assert not store.entry(kernel.bind(X).key)["about"]["incomplete"]
@@ -168,12 +169,12 @@ def test_adding_one_candidate_later_compiles_and_times_one(tmp_path):
     store = PersistentCache(tmp_path)
     kernel = Sum("zeros")
     first = ConfigSelectorChain(ConfigCache(), tuner=Tuner(progress=False), persistent=store)
-    first.known_or_tuned(kernel.bind(X), kernel)
+    first.answer(kernel.bind(X), kernel, Sources.MEASURED)
 
     kernel.kinds = ("zeros", "right too")
     tuner = Tuner(progress=False)
     later = ConfigSelectorChain(ConfigCache(), tuner=tuner, persistent=store)
-    found = later.known_or_tuned(kernel.bind(X), kernel)
+    found = later.answer(kernel.bind(X), kernel, Sources.MEASURED)
     assert tuner.compilations == 1
     assert verdicts(found.about) == {
         "right": Verdict.MEASURED,
@@ -182,7 +183,7 @@ def test_adding_one_candidate_later_compiles_and_times_one(tmp_path):
     }
     tuner = Tuner(progress=False)
     again = ConfigSelectorChain(ConfigCache(), tuner=tuner, persistent=store)
-    again.known_or_tuned(kernel.bind(X), kernel)
+    again.answer(kernel.bind(X), kernel, Sources.MEASURED)
     assert tuner.compilations == 0
 
 
@@ -317,7 +318,7 @@ def test_a_candidate_that_is_added_later_is_checked_too(tmp_path):
     def tuned():
         tuner = Tuner(progress=False)
         selector = ConfigSelectorChain(ConfigCache(), tuner=tuner, persistent=store)
-        return selector.known_or_tuned(kernel.bind(X), kernel).about
+        return selector.answer(kernel.bind(X), kernel, Sources.MEASURED).about
 
     tuned()
     kernel.kinds = ("zeros",)

@@ -17,6 +17,7 @@ from ejkernel.ops import (
     autotune,
     autotune_recorded,
 )
+from ejkernel.ops.config.selection import Sources
 from ejkernel.ops.execution import shares
 from ejkernel.ops.tuner.effort import EFFORTS, Effort
 
@@ -63,9 +64,10 @@ class Watching(ConfigSelectorChain):
         self.asked = []
         super().__init__(ConfigCache(), **options)
 
-    def known_or_tuned(self, inv, kernel, tuner=None):
-        self.asked.append((kernel.full_op_id, tuner))
-        return super().known_or_tuned(inv, kernel, tuner)
+    def answer(self, inv, kernel, sources=Sources.ALL, tuner=None):
+        if sources is Sources.MEASURED:
+            self.asked.append((kernel.full_op_id, tuner))
+        return super().answer(inv, kernel, sources, tuner)
 
 
 def test_the_slow_operation_comes_first_and_the_fast_one_gets_less_effort():

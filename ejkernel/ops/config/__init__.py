@@ -5,16 +5,17 @@ from typing import Any
 from .cache import ConfigCache, overlay_cache
 from .decision import Decision
 from .exchange import export_bundle, import_bundle, verify_bundle
+from .miss import ConfigMiss, StrictMiss
 from .persistent import PersistentCache
 from .policy import AutotunePolicy, forward_autotune_only, policy_override
 from .selection import ConfigSelectorChain
 from .space import Space
 from .statistics import Stats, reset_stats, stats
-from .strict import StrictMiss
 
 __all__ = [
     "AutotunePolicy",
     "ConfigCache",
+    "ConfigMiss",
     "ConfigSelectorChain",
     "Decision",
     "PersistentCache",

@@ -38,6 +38,8 @@ def call_fields(inv: Invocation[Any, Any]) -> dict[str, Any]:
         fields["implementation"] = inv.served_by
     if inv.batch_axes is not None:
         fields["batch"] = str(inv.batch_axes)
+    if inv.differentiated:
+        fields["differentiated"] = ", ".join(inv.differentiated)
     return fields
 
 
@@ -120,12 +122,19 @@ def _call_differences(
             f"tuned for the implementation {stored.get('implementation')}, "
             f"{asked.get('implementation')} serves this call",
         )
+    if stored.get("differentiated") != asked.get("differentiated"):
+        then, now = (_program(call.get("differentiated")) for call in (stored, asked))
+        yield "differentiated", f"tuned for a program that {then}, this one {now}"
     if stored.get("batch") != asked.get("batch"):
         yield (
             "batch",
             f"tuned for {stored.get('batch') or 'no batch'}, you asked for "
             f"{asked.get('batch') or 'no batch'}",
         )
+
+
+def _program(differentiated: Any) -> str:
+    return f"differentiates it in {differentiated}" if differentiated else "runs it forward only"
 
 
 def _with(name: str, value: Any) -> str:

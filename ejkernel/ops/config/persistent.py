@@ -35,6 +35,11 @@ def default_path() -> pathlib.Path:
         raise StoreUnavailable(str(error)) from None
 
 
+def rebuild(entry: Mapping[str, Any], config_type: Any = None) -> Any:
+    """The config of an entry of a store or a bundle, as `config_type`, else as its own class."""
+    return from_plain(entry["config"], config_type or config_type_named(entry["config_type"]))
+
+
 class PersistentCache:
     """The interface of `ConfigCache`, surviving the process and shared between processes.
 
@@ -161,9 +166,7 @@ class PersistentCache:
         configs (see `get`), else plain data.
         """
         try:
-            return from_plain(
-                entry["config"], config_type or config_type_named(entry["config_type"])
-            )
+            return rebuild(entry, config_type)
         except Exception as error:  # noqa: BLE001  a class may check its fields as it likes
             self._store.notices.once(
                 f"config {entry['key']}",

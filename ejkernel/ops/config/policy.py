@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ..utils import environment
 from ..utils.stable import stable_json
 from .ambient import Block, Layer, layers_in_force
 
 if TYPE_CHECKING:
+    from ..core.invocation import Invocation
     from .selection import ConfigSelectorChain
+
+C = TypeVar("C")
+O = TypeVar("O")  # noqa: E741
 
 Fallback = Literal["autotune", "heuristics"]
 
@@ -24,7 +28,8 @@ class AutotunePolicy:
       allow_autotune: measure the candidates.
       allow_heuristics: use the kernel's default config.
       cache_miss_fallback: which of the two comes first; the other follows if allowed.
-      validate_backward: tune forward plus backward, and compare gradients too.
+      validate_backward: choose and tune every call forward plus backward, gradients compared too.
+        Without it that is done for the calls that a program differentiates, and only for those.
       near_shapes: before the heuristics, use the config of the nearest tuned shape: True for every
         kernel, False for none, None for those that declare it (`Kernel.near_shapes`).
       allow_estimates: before the heuristics, use the best of a bundle's candidates that were only
@@ -105,8 +110,21 @@ def policy_override(
 
 
 def forward_autotune_only() -> AbstractContextManager[None]:
-    """While active, tuning measures forward only, even with `validate_backward=True`."""
+    """While active, configs are chosen by what was measured forward, and only that is measured.
+
+    Also for calls that a program differentiates, and with `validate_backward=True`.
+    """
     return Block(_ForwardOnlyLayer("forward only"))
+
+
+def asked_call(inv: Invocation[C, O], policy: AutotunePolicy) -> Invocation[C, O]:
+    """The call that a config is looked for: with its gradient if the program needs that.
+
+    `validate_backward` asks as if the program did, `forward_autotune_only` as if it did not.
+    """
+    if any(True for _ in layers_in_force(_ForwardOnlyLayer)):
+        return inv.forward()
+    return inv.differentiate() if policy.validate_backward and not inv.differentiated else inv
 
 
 def effective_policy(policy: AutotunePolicy, selector_id: str) -> AutotunePolicy:
@@ -119,8 +137,6 @@ def effective_policy(policy: AutotunePolicy, selector_id: str) -> AutotunePolicy
     for layer in layers_in_force(_PolicyLayer):
         if layer.selector_id in (None, selector_id):
             changes = {**layer.changes, **changes}
-    if any(True for _ in layers_in_force(_ForwardOnlyLayer)):
-        changes["validate_backward"] = False
     if changes:
         policy = dataclasses.replace(policy, **changes)
     if policy.strict is None:

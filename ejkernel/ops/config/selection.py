@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import itertools
 import logging
 import os
@@ -18,13 +19,19 @@ from .agreement import Answer, agreement_in_force
 from .cache import ConfigCache, overlay_cache
 from .decision import Decision, Passed
 from .freshness import State, can_be_continued, judge, made_by
+from .miss import Miss
 from .near import NearTier
-from .persistent import PersistentCache
-from .policy import AutotunePolicy, effective_policy, forward_autotune_only, policy_override
+from .persistent import PersistentCache, rebuild
+from .policy import (
+    AutotunePolicy,
+    asked_call,
+    effective_policy,
+    forward_autotune_only,
+    policy_override,
+)
 from .ranked import EstimatedTier
-from .statistics import count_decision, count_miss, count_tuning
-from .stored import BundleTier, PersistentTier, StoredTier
-from .strict import StrictMiss, strict_message
+from .statistics import count_decision, count_tuning
+from .stored import BundleTier, PersistentTier, StoredTier, shipped
 from .tiers import (
     AutotuneTier,
     Found,
@@ -62,6 +69,14 @@ def __getattr__(name: str) -> Any:
 
         return Tuner
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class Sources(enum.Enum):
+    """Who may answer a question for a config."""
+
+    ALL = "every tier that the policy allows, as for a call that runs"
+    STORED = "memory, store and bundles, where nothing is unfinished or in doubt"
+    MEASURED = "the same, and a tuning run, whatever the policy says"
 
 
 class ConfigSelectorChain:
@@ -149,31 +164,64 @@ class ConfigSelectorChain:
         return self.decide(inv, kernel).cfg
 
     def decide(self, inv: Invocation[C, O], kernel: Kernel[C, O]) -> Decision[C]:
-        """The config for an invocation, with its reasons."""
+        """The config for an invocation with its reasons; a `ConfigMiss` if there is none."""
+        answer = self.answer(inv, kernel)
+        if isinstance(answer, Miss):
+            raise answer.error()
+        return answer
+
+    def answer(
+        self,
+        inv: Invocation[C, O],
+        kernel: Kernel[C, O],
+        sources: Sources = Sources.ALL,
+        tuner: Tuner | None = None,
+    ) -> Decision[C] | Miss:
+        """The config for an invocation with its reasons, or why there is none: every question.
+
+        Args:
+          inv: the call.
+          kernel: its kernel.
+          sources: who may answer.
+          tuner: measures instead of the selector's own.
+        """
         if inv.kernel is None:
             inv = dataclasses.replace(inv, kernel=kernel)
-        request = self._request(inv, kernel)
+        if sources is Sources.ALL:
+            return self._answer_call(self._request(inv, kernel))
+        # An order to tune, not a call: overlays and the policy have no say.
+        request = self._request(
+            inv, kernel, allow_autotune=True, cache_miss_fallback="autotune", strict=False
+        )
+        request = dataclasses.replace(request, offline=True, tuner=tuner)
+        answer: Answer = ()
+        if sources is Sources.MEASURED:
+            answer = self._settled(
+                request, lambda request: self._ask(request, [*self._kept(request), self._autotune])
+            )
+        elif agreement_in_force() is None:
+            # With several processes, what this one holds is not for it alone to say.
+            answer = self._ask(request, self._kept(request))
+        return answer if isinstance(answer, Decision) else self._miss(request, answer)
+
+    def _answer_call(self, request: Request) -> Decision[Any] | Miss:
         answer = self._ask(request, self._written)
         if not isinstance(answer, Decision):
             passed = answer
             answer = self._settled(
                 request, lambda request: self._ask(request, self._tiers(request.policy), passed)
             )
-        if isinstance(answer, Decision):
-            # Whatever serves: if the cache learns better later, this program selects again.
-            self.cache.mark_served(request.key)
-            count_decision(answer)
-            return answer
-        count_miss(request.key.op_id)
-        error = self._nothing(request, answer)
-        request.emit("error", error=error)
-        raise error
+        if not isinstance(answer, Decision):
+            return self._miss(request, answer)
+        # Whatever serves: if the cache learns better later, this program selects again.
+        self.cache.mark_served(request.key)
+        count_decision(answer)
+        return answer
 
-    def _nothing(self, request: Request, passed: tuple[Passed, ...]) -> RuntimeError:
-        if not request.policy.strict:
-            return RuntimeError(_nothing_found(request, passed))
-        text = strict_message(request, passed, self.persistent)
-        return StrictMiss(text, request.key, request.inv.signature)
+    def _miss(self, request: Request, passed: tuple[Passed, ...]) -> Miss:
+        # Without its arrays: it may outlive the trace that they belong to.
+        abstract = dataclasses.replace(request, inv=request.inv.abstract())
+        return Miss(abstract, passed, self.persistent)
 
     def _settled(self, request: Request, ask: Callable[[Request], Answer]) -> Answer:
         """What `ask` says; with several processes, what one of them said, in all of them."""
@@ -212,7 +260,7 @@ class ConfigSelectorChain:
         return passed
 
     def known_config(self, op_id: str, call_key: str, device: str | None = None) -> Any:
-        """What overlays, memory and disk hold for a label's operation; None if nothing."""
+        """What overlays, memory, disk and bundles hold for a label's operation; None if nothing."""
         from ..core import catalog
         from .ambient import layers_in_force
         from .cache import OverlayLayer
@@ -223,54 +271,23 @@ class ConfigSelectorChain:
             if cfg is not None:
                 return cfg
         cfg = self.cache.get(key)
-        entry = None if cfg is not None or self.persistent is None else self.persistent.entry(key)
-        if entry is None or self.persistent is None or entry["about"].get("estimated"):
+        if cfg is not None:
             return cfg
         kernel = catalog.find(op_id)
-        if kernel is not None and judge(entry["about"], kernel, key).state is State.STALE:
-            return None
-        return self.persistent.rebuild(entry, kernel.config_type if kernel else None)
-
-    def known(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Found | None:
-        """What memory or disk hold for an invocation, unless it is unfinished or in doubt.
-
-        With several processes, what this one holds is not for it alone to say: see
-        `known_or_tuned`.
-        """
-        if agreement_in_force() is not None:
-            return None
-        request = self._order(inv, kernel)
-        if self._unfinished(request):
-            return None
-        for tier in self._stored:
-            answer = tier.look(request)
-            if isinstance(answer, Found):
-                return None if answer.doubt else answer
+        bundled = shipped().find(key)
+        for entry in (
+            None if self.persistent is None else self.persistent.entry(key),
+            None if bundled is None else bundled[0],
+        ):
+            if entry is None or entry["about"].get("estimated"):
+                continue
+            if kernel is None or judge(entry["about"], kernel, key).state is not State.STALE:
+                return rebuild(entry, kernel.config_type if kernel else None)
         return None
 
-    def known_or_tuned(
-        self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], tuner: Tuner | None = None
-    ) -> Found | str:
-        """What memory or disk hold for an invocation, else the result of tuning it now.
-
-        Overlays and the policy have no say: this is an order to tune, not a call. A string says
-        why there is nothing. `tuner` is used instead of the selector's.
-        """
-        request = dataclasses.replace(self._order(inv, kernel), tuner=tuner)
-        answer = self._settled(request, self._known_or_tuned_here)
-        if isinstance(answer, Decision):
-            return Found(answer.cfg, answer.reason, answer.about)
-        return answer[-1].reason
-
-    def _known_or_tuned_here(self, request: Request) -> Answer:
-        known = [] if self._unfinished(request) else self._stored
-        return self._ask(request, [*known, self._autotune])
-
-    def _order(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Request:
-        request = self._request(
-            inv, kernel, allow_autotune=True, cache_miss_fallback="autotune", strict=False
-        )
-        return dataclasses.replace(request, offline=True)
+    def _kept(self, request: Request) -> list[Tier]:
+        """The tiers of what was tuned before; none if that was not finished."""
+        return [] if self._unfinished(request) else self._stored
 
     def _unfinished(self, request: Request) -> bool:
         """True if the store has a result that was cut short, or that lacks a candidate of today."""
@@ -296,9 +313,9 @@ class ConfigSelectorChain:
     ) -> Request:
         if demands_reference(inv):
             raise ValueError(no_config_message(inv))
-        key = inv.key
         policy = dataclasses.replace(effective_policy(self.policy, self.selector_id), **changes)
-        return Request(inv, kernel, key, policy, self._emitter(key))
+        inv = asked_call(inv, policy)
+        return Request(inv, kernel, inv.key, policy, self._emitter(inv.key))
 
     def _tiers(self, policy: AutotunePolicy) -> list[Tier]:
         if policy.strict:
@@ -322,8 +339,7 @@ class ConfigSelectorChain:
         entry = None if self.persistent is None else self.persistent.entry(request.key)
         if entry is None or self.persistent is None:
             return []
-        wanted = "forward and backward" if request.policy.validate_backward else "forward"
-        if not can_be_continued(entry["about"], request.kernel, wanted):
+        if not can_be_continued(entry["about"], request.kernel, request.measured):
             return []
         return self.persistent.trials(request.key)
 
@@ -375,13 +391,4 @@ def _decision(
         passed=passed,
         signature=request.inv.signature,
         about=found.about,
-    )
-
-
-def _nothing_found(request: Request, passed: tuple[Passed, ...]) -> str:
-    tiers = "\n".join(f"  {p.tier}: {p.explain()}" for p in passed)
-    return (
-        f"no config for {request.key.op_id}({request.inv.signature}), key {request.key.call_key} "
-        f"on {request.key.device}:\n{tiers}\n"
-        "Tune it (policy_override(autotune=True)), allow heuristics, or give cfg= with the call."
     )

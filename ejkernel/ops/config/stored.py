@@ -12,6 +12,7 @@ from ...markup import one_line
 from ...store.reading import shown
 from ...store.rows import sound_about
 from ...store.sources import Shipped
+from ..core.types import ConfigKey
 from ..utils import environment
 from ..utils.serialize import config_type_named, from_plain, qualified_name
 from .cache import ConfigCache
@@ -20,6 +21,16 @@ from .persistent import PersistentCache
 from .tiers import Found, Request, refusal, warn_once
 
 logger = logging.getLogger(__name__)
+
+
+BOTH_PASSES = "forward and backward"
+
+
+def earlier_key(request: Request) -> ConfigKey | None:
+    """Where older stores have what was measured forward and backward: at the call alone."""
+    inv = request.inv
+    whole = inv.differentiated and inv.differentiated == inv.differentiable
+    return inv.forward().key if whole else None
 
 
 class StoredTier:
@@ -54,6 +65,8 @@ class StoredTier:
         cfg, about = found
         if about.get("estimated"):
             return f"{where} has an estimate for this call, and nothing measured"
+        if about.get("measured") == BOTH_PASSES and not request.inv.differentiated:
+            return f"{where} has it measured forward and backward, and this program runs it forward"
         freshness = judge(about, request.kernel, request.key)
         if freshness.state is State.STALE:
             return freshness.reason
@@ -86,6 +99,9 @@ class PersistentTier(StoredTier):
         if self.store is None:
             return "no persistent cache is set"
         entry = self.store.entry(request.key)
+        if entry is None and (earlier := earlier_key(request)) is not None:
+            entry = self.store.entry(earlier)
+            entry = entry if entry and entry["about"].get("measured") == BOTH_PASSES else None
         if entry is None:
             return f"nothing for this call in {self.store.path}"
         return [(entry, str(self.store.path))]

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Emit = Callable[..., None]
-Task = tuple[ConfigKey, bool]
-"""What is tuned once: a key, with or without its backward pass."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +43,11 @@ class Request:
     offline: bool = False  # asked by a tuning run, not by a call that runs with the answer
     tuner: Tuner | None = None  # another one than the selector's
     agreed: bool = False  # asked for all processes of a job; programs keep what was agreed before
+
+    @property
+    def measured(self) -> str:
+        """What a tuning run times for this question."""
+        return "forward and backward" if self.inv.differentiated else "forward"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,35 +191,35 @@ class AutotuneTier:
         self._keep = keep
         self._forbid_reautotune = forbid_reautotune
         self._lock = threading.Lock()
-        self._under_way: dict[Task, Future[Found | str]] = {}
-        self._finished: dict[Task, Found | str] = {}
+        self._under_way: dict[ConfigKey, Future[Found | str]] = {}
+        self._finished: dict[ConfigKey, Found | str] = {}
         self._here = threading.local()
 
     def look(self, request: Request) -> Found | str:
         if not request.policy.allow_autotune:
             return "the policy does not allow it (allow_autotune=False)"
-        # A config tuned forward only does not answer for forward and backward.
-        task = (request.key, request.policy.validate_backward)
-        if task in self._tasks_of_this_thread():
+        key = request.key
+        if key in self._keys_of_this_thread():
             return "this very call is being tuned in this thread"
         with self._lock:
-            if self._forbid_reautotune and task in self._finished:
-                return self._finished[task]
-            waiting = self._under_way.get(task)
+            if self._forbid_reautotune and key in self._finished:
+                return self._finished[key]
+            waiting = self._under_way.get(key)
             if waiting is None:
                 promise: Future[Found | str] = Future()
-                self._under_way[task] = promise
+                self._under_way[key] = promise
         if waiting is not None:
             return waiting.result()
-        return self._fulfil(promise, task, request)
+        return self._fulfil(promise, request)
 
-    def _tasks_of_this_thread(self) -> set[Task]:
-        if not hasattr(self._here, "tasks"):
-            self._here.tasks = set()
-        return self._here.tasks  # type: ignore[no-any-return]
+    def _keys_of_this_thread(self) -> set[ConfigKey]:
+        if not hasattr(self._here, "keys"):
+            self._here.keys = set()
+        return self._here.keys  # type: ignore[no-any-return]
 
-    def _fulfil(self, promise: Future[Found | str], task: Task, request: Request) -> Found | str:
-        self._tasks_of_this_thread().add(task)
+    def _fulfil(self, promise: Future[Found | str], request: Request) -> Found | str:
+        key = request.key
+        self._keys_of_this_thread().add(key)
         try:
             answer = self._measure(request)
         except BaseException as error:
@@ -224,15 +227,15 @@ class AutotuneTier:
             raise
         else:
             with self._lock:
-                self._finished[task] = answer
+                self._finished[key] = answer
                 while len(self._finished) > MOST_FINISHED:
                     del self._finished[next(iter(self._finished))]
             promise.set_result(answer)
             return answer
         finally:
-            self._tasks_of_this_thread().discard(task)
+            self._keys_of_this_thread().discard(key)
             with self._lock:
-                del self._under_way[task]
+                del self._under_way[key]
 
     def _measure(self, request: Request) -> Found | str:
         from ..tuner.outcome import TuningFailed, TuningInterrupted

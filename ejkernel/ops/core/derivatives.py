@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
-from ..utils.primitives import new_primitive
+from ..utils.primitives import identity_primitive, new_primitive
 from .supports import IMPLEMENTATION, REFERENCE, has_reference
 
 if TYPE_CHECKING:
@@ -98,25 +98,12 @@ def _checked_when_transposed(tangent: Any, check: Callable[[], None]) -> Any:
     return _transposed.bind(tangent, check=check)
 
 
-def _identity(name: str) -> Any:
-    """A primitive that gives what it gets, under every transform."""
-    primitive = new_primitive(name)
-    primitive.def_impl(lambda x, **_: x)
-    primitive.def_abstract_eval(lambda x, **_: x)
-    mlir.register_lowering(primitive, lambda ctx, x, **_: [x])
-    batching.primitive_batchers[primitive] = lambda args, axes, **params: (
-        primitive.bind(args[0], **params),
-        axes[0],
-    )
-    return primitive
-
-
 # --- forward mode --------------------------------------------------------------------------------
 
 # `_watched` stands before every argument of a rule. The tangent of such an argument goes through
 # `_tangent`, which can be transposed, as reverse mode does, and raises when it is computed, batched
 # or lowered, as forward mode does.
-_watched = _identity("ejkernel_watched")
+_watched = identity_primitive("ejkernel_watched")
 _tangent = new_primitive("ejkernel_tangent")
 
 
@@ -145,7 +132,7 @@ ad.deflinear2(_tangent, lambda cotangent, _, **__: [cotangent])
 
 # Stands behind the tangents of a function of a rule: reverse mode over the rule's own gradient
 # transposes it, and so runs `check` before it transposes the function itself.
-_transposed = _identity("ejkernel_transposed")
+_transposed = identity_primitive("ejkernel_transposed")
 
 
 def _transpose(cotangent: Any, _: Any, *, check: Callable[[], None]) -> list[Any]:

@@ -89,6 +89,32 @@ def _simple_rule(run: Callable[..., Any], custom_vjp: Callable[..., Any], cfg: A
     return Rule(forward, backward, "custom_vjp")
 
 
+def rule_by_jax(run: Callable[..., Any], cfg: Any) -> Rule:
+    """JAX's own gradient, as a rule: for an implementation without one, beside others that have."""
+
+    def forward(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+        arrays, rest = split((args, dict(kwargs)))
+
+        def compute(*arrays: Any) -> Any:
+            args, kwargs = rest.merge(arrays)
+            return run(*args, cfg=cfg, **kwargs)
+
+        return jax.vjp(compute, *arrays)
+
+    def backward(
+        pull_back: Any,
+        dout: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        differentiated: frozenset[str],
+    ) -> Any:
+        _, rest = split((args, dict(kwargs)))
+        positional, by_keyword = rest.merge(pull_back(dout))
+        return (*positional, {name: by_keyword[name] for name in differentiated})
+
+    return Rule(forward, backward, "run")
+
+
 def _residual_rule(fwd: Callable[..., Any], vjp: Callable[..., Any], cfg: Any, op_id: str) -> Rule:
     def forward(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         result = fwd(*args, cfg=cfg, **kwargs)
@@ -116,44 +142,61 @@ def _residual_rule(fwd: Callable[..., Any], vjp: Callable[..., Any], cfg: Any, o
     return Rule(forward, backward, "vjp")
 
 
-def call_with_rule(
-    op_id: str,
-    rule: Rule,
-    primal: Callable[..., Any],
-    arrays: list[Any],
-    rest: Partition,
-    stage: Callable[[Callable[..., Any]], Callable[..., Any]],
-    advice: str,
-) -> Any:
-    """Call `primal(*arrays)` such that differentiating the result uses `rule`.
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """How a call runs with the config that was chosen for it.
 
-    `rest` puts the arrays back among the call's other arguments. `stage` wraps every piece of the
-    rule, so that the backward pass, which JAX traces later and elsewhere, carries the operation's
-    label too. `advice` ends the error for whoever differentiates what the rule does not allow.
+    Attributes:
+      primal: computes the output from the arrays of the call.
+      rule: computes its gradient.
+      stage: wraps every piece of the two, so that all of it carries the operation's label.
     """
+
+    primal: Callable[..., Any]
+    rule: Rule
+    stage: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+Choose = Callable[..., Chosen]
+"""`choose(arrays, differentiated)`: for each array, whether its gradient is needed (none is)."""
+
+
+def call_with_rule(
+    op_id: str, choose: Choose, arrays: list[Any], rest: Partition, advice: str
+) -> Any:
+    """Call an operation such that differentiating the result uses the rule that `choose` gives.
+
+    `rest` puts the arrays back among the call's other arguments. `advice` ends the error for
+    whoever differentiates what the rule does not allow.
+    """
+    in_use: dict[tuple[bool, ...], Chosen] = {}  # by the arrays that are differentiated
 
     @jax.custom_vjp
     def differentiable(arrays: list[Any]) -> Any:
-        return batched_alike(stage(primal)(*arrays), arrays)
+        chosen = choose(arrays)
+        return batched_alike(chosen.stage(chosen.primal)(*arrays), arrays)
 
     def forward(arrays: list[Any]) -> tuple[Any, Any]:
         values = [array.value for array in arrays]
         differentiated = tuple(bool(array.perturbed) for array in arrays)
+        chosen = in_use[differentiated] = choose(values, differentiated)
         static: list[Partition] = []  # what the residuals hold beside arrays
 
         def compute(*values: Any) -> Any:
-            out, saved = rule.forward(*rest.merge(values))
+            out, saved = chosen.rule.forward(*rest.merge(values))
             kept, beside = split(saved)
             static.append(beside)
             return out, kept
 
-        out, kept = stage(named_when_differentiated(op_id, advice, compute))(*values)
+        out, kept = chosen.stage(named_when_differentiated(op_id, advice, compute))(*values)
         out = batched_alike(out, values)
         return out, (kept, values, StaticResidual(op_id, (static[-1], differentiated)))
 
     def backward(residuals: Any, dout: Any) -> tuple[list[Any]]:
         kept, values, static = residuals
         beside, differentiated = static.value
+        chosen = in_use[differentiated]
+        rule = chosen.rule
 
         def compute(kept: Any, values: Any, dout: Any) -> list[Any]:
             args, kwargs = rest.merge(values)
@@ -165,13 +208,40 @@ def call_with_rule(
             return [leaves[i] for i in rest.array_positions]
 
         named = named_when_differentiated(op_id, advice, compute)
-        return (stage(named)(kept, values, vary_alike(materialised(dout), values)),)
+        return (chosen.stage(named)(kept, values, vary_alike(materialised(dout), values)),)
 
     differentiable.defvjp(forward, backward, symbolic_zeros=True)
     # An author's rule gives the gradient of one device's work. Inside `shard_map` that of an
     # argument that all devices share is the sum over devices, which JAX adds where the argument is
     # made to vary.
     return differentiable(reverse_mode_only(op_id, advice, vary_alike(arrays)))
+
+
+def call_with_jvp(choose: Choose, arrays: list[Any]) -> Any:
+    """Call an operation such that differentiating it, which JAX does, chooses a config of its own.
+
+    It can be differentiated in every mode and any number of times, as far as what runs can.
+    """
+
+    @jax.custom_jvp
+    def differentiable(*arrays: Any) -> Any:
+        chosen = choose(arrays)
+        return chosen.stage(chosen.primal)(*arrays)
+
+    def jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        zero = jax.custom_derivatives.SymbolicZero
+        moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, zero)]
+        chosen = choose(primals, [i in moving for i in range(len(primals))])
+        run = chosen.stage(chosen.primal)
+
+        def of_moving(*values: Any) -> Any:
+            filled = dict(zip(moving, values, strict=True))
+            return run(*(filled.get(i, primal) for i, primal in enumerate(primals)))
+
+        return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+    differentiable.defjvp(jvp, symbolic_zeros=True)
+    return differentiable(*arrays)
 
 
 @jax.tree_util.register_static

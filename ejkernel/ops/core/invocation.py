@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic
 
 import jax
+import jax.numpy as jnp
 
 from ..utils.fingerprint import (
     abstractify,
@@ -47,7 +48,12 @@ class Invocation(Generic[Cfg, Out]):
     one by hand, with the kernel itself or with an operation id alone.
 
     `call_key` identifies the call for caches: it comes from shapes, dtypes, weak types, explicit
-    shardings, tree structure, static keyword values and batch axes, never from array values.
+    shardings, tree structure, static keyword values, batch axes and what is differentiated, never
+    from array values.
+
+    `differentiated` names the arguments whose gradients the program computes, positional ones by
+    their number (`("0", "1", "bias")`). Empty, it is a call that runs forward only. The two are
+    different questions: what is fastest forward need not be fastest forward and backward.
     """
 
     op_id: str = ""
@@ -58,6 +64,7 @@ class Invocation(Generic[Cfg, Out]):
     override_cfg: Cfg | None = None
     stamp: bool = True
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    differentiated: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.kernel is None and not self.op_id:
@@ -67,6 +74,7 @@ class Invocation(Generic[Cfg, Out]):
         object.__setattr__(self, "args", tuple(self.args))
         object.__setattr__(self, "kwargs", dict(self.kwargs or {}))
         object.__setattr__(self, "metadata", dict(self.metadata or {}))
+        object.__setattr__(self, "differentiated", tuple(self.differentiated))
 
     @property
     def full_op_id(self) -> str:
@@ -102,6 +110,7 @@ class Invocation(Generic[Cfg, Out]):
                 # Tiles of a C++ kernel mean nothing to XLA: where several implementations may
                 # serve a call, configs are kept apart by the one that does.
                 **({} if served_by is None else {"served_by": served_by}),
+                **({"differentiated": self.differentiated} if self.differentiated else {}),
             }
         )
 
@@ -122,6 +131,9 @@ class Invocation(Generic[Cfg, Out]):
     def key(self) -> ConfigKey:
         """The complete cache key: device, operation with version, call."""
         call_key = self.make_key()
+        if self.differentiated and call_key != self.call_key:
+            # A key builder need not know that a call with its gradient is another question.
+            call_key = short_hash({"built": call_key, "differentiated": self.differentiated})
         if not _CALL_KEY.fullmatch(call_key):  # a key builder may return any text
             call_key = short_hash(call_key)
         return ConfigKey(self.device_fingerprint, self.full_op_id, call_key)
@@ -132,11 +144,27 @@ class Invocation(Generic[Cfg, Out]):
         positional = [readable(arg) for arg in self.args]
         keywords = [f"{name}={readable(value)}" for name, value in self.kwargs.items()]
         text = ", ".join(positional + keywords)
+        if self.differentiated:
+            text = f"grad[{', '.join(self.differentiated)}]({text})"
         if self.batch_axes is None:
             return text
         if isinstance(self.batch_axes, BatchAxes):
             return f"{self.batch_axes.transform}[{self.batch_axes.size}]({text})"
         return f"batch[{self.batch_axes}]({text})"
+
+    @property
+    def differentiable(self) -> tuple[str, ...]:
+        """The arguments that hold inexact arrays, named as in `differentiated`."""
+        owners = array_owners(self.args, self.kwargs)
+        return tuple(dict.fromkeys(name for name, leaf in owners if is_inexact(leaf)))
+
+    def differentiate(self, *names: str) -> Invocation[Cfg, Out]:
+        """The same call in a program that differentiates it, in these arguments (default: all)."""
+        return dataclasses.replace(self, differentiated=names or self.differentiable)
+
+    def forward(self) -> Invocation[Cfg, Out]:
+        """The same call in a program that does not differentiate it."""
+        return dataclasses.replace(self, differentiated=()) if self.differentiated else self
 
     def abstract(self) -> Invocation[Cfg, Out]:
         """The same call with shapes instead of arrays: safe to keep, equal in every key."""
@@ -162,6 +190,22 @@ class Invocation(Generic[Cfg, Out]):
                 f"{error}. If it does not affect which config is best, name it in the kernel's "
                 f"`unkeyed = ({name!r},)`"
             ) from error
+
+
+def array_owners(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Every array of a call with the argument that holds it: its number, or its keyword.
+
+    They are in the order of `jax.tree.leaves((args, kwargs))`.
+    """
+    owners = [*((str(i), arg) for i, arg in enumerate(args)), *sorted(kwargs.items())]
+    return [
+        (name, leaf) for name, value in owners for leaf in jax.tree.leaves(value) if is_array(leaf)
+    ]
+
+
+def is_inexact(leaf: Any) -> bool:
+    """True for an array of floating or complex numbers."""
+    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
 def readable(value: Any) -> str:

@@ -106,7 +106,7 @@ class NearShapes:
 
         Calls are what `call_fields` gives of an invocation.
         """
-        must_agree = ("structure", "kwargs", "batch", "implementation")
+        must_agree = ("structure", "kwargs", "batch", "implementation", "differentiated")
         if any(asked.get(part) != tuned.get(part) for part in must_agree):
             return None
         total = 0.0

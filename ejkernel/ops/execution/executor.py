@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, Self, TypeVar
 
 from ..config import ambient
 from ..config.decision import Decision
+from ..config.miss import Miss
 from ..config.persistent import PersistentCache
 from ..config.policy import AutotunePolicy
 from ..config.selection import ConfigSelectorChain
-from ..core.implementation import run_labelled, run_unlabelled, run_with_default
 from ..core.invocation import Invocation
 from ..core.kernel import Kernel
+from ..core.running import default_config, run_selected, run_unlabelled, run_with_default
 from ..core.supports import demands_reference, no_config_message
 from ..core.symbolic import run_with_symbols, symbols
-from ..registry import record_while_tracing
+from ..registry import Recorded
 from ..utils import environment
 from .entry import CompiledCall, ExecutorKey
 from .partitioned import run_definition, run_partitioned
@@ -160,15 +162,58 @@ class Executor:
 
     def _run_here(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
         """Select and run with the shapes that the current trace sees."""
-        cfg = inv.override_cfg
-        if cfg is not None and not isinstance(self.chooser, ConfigSelectorChain):
-            # A chooser of the user's own need not know of overrides.
-            chosen = kernel.check_config(cfg, inv=inv)
-        else:
-            chosen = self.chooser.choose(inv, kernel)
-            chosen = kernel.check_config(chosen, "the chooser returned", inv)
-        record_while_tracing(kernel, inv)
-        return run_labelled(inv, kernel, chosen)
+        recorded = Recorded()
+        # JAX keeps `select` with the program, to differentiate it later. That must not keep the
+        # executor: a server may make one for every request.
+        chooser = _weakly(self.chooser)
+        missing: list[Invocation[Any, Any]] = []
+
+        def select(inv: Invocation[Any, Any]) -> Any:
+            chosen = _choose(chooser(), inv, kernel)
+            if isinstance(chosen, Miss):
+                if inv.differentiated:
+                    raise chosen.error()
+                # JAX traces a call forward even where it goes on to differentiate it. Whether the
+                # call runs like this is known when the program is lowered.
+                missing.append(inv.abstract())
+                chosen = default_config(inv, kernel)
+            recorded.while_tracing(kernel, inv)
+            return chosen
+
+        def runs_forward() -> None:
+            recorded.runs_forward()
+            if missing:
+                ambient.forget_traces()  # this one was made with a config that nobody chose
+                chosen = _choose(chooser(), missing[-1], kernel)
+                if isinstance(chosen, Miss):
+                    raise chosen.error()
+
+        return run_selected(inv, kernel, select, runs_forward)
+
+
+def _choose(chooser: Any, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
+    """The config of a call, or a `Miss`; of a chooser that is gone the kernel's default."""
+    given = inv.override_cfg
+    if chooser is None:
+        return default_config(inv, kernel)
+    if getattr(type(chooser), "choose", None) is ConfigSelectorChain.choose:
+        answer = chooser.answer(inv, kernel)
+        if isinstance(answer, Miss):
+            return answer
+        chosen = answer.cfg
+    elif given is not None and not isinstance(chooser, ConfigSelectorChain):
+        return kernel.check_config(given, inv=inv)  # it need not know of overrides
+    else:
+        chosen = chooser.choose(inv, kernel)
+    return kernel.check_config(chosen, "the chooser returned", inv)
+
+
+def _weakly(chooser: Any) -> Callable[[], Any]:
+    """A reference that does not keep a chooser alive, if its class allows that."""
+    try:
+        return weakref.ref(chooser)
+    except TypeError:
+        return lambda: chooser
 
 
 def _bound(

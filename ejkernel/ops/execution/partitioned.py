@@ -29,7 +29,7 @@ from ..core.invocation import Invocation
 from ..core.kernel import Kernel
 from ..core.partition import Partition, split
 from ..core.partitioning import MAPPED, Dim, Layout, Shards, rule_of
-from ..utils.meta import collect_label, collecting_labels, label, marking_partitioned
+from ..utils.meta import collecting_labels, label, marking_partitioned
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +67,6 @@ class _Call:
             run = self.run
             args, kwargs = shards.localized(args, kwargs)
         inv = dataclasses.replace(self.inv, args=args, kwargs=kwargs)
-        if shards is not None:
-            collect_label(label_of(inv))
         return jax.tree.flatten(run(inv, self.kernel))
 
     def shards(self, specs: Sequence[Any], mesh_sizes: Any, of: _Pass | None = None) -> Shards:

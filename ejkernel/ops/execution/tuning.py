@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import jax
 
 from ..config.agreement import AgreementError
-from ..config.selection import ConfigSelectorChain
-from ..config.tiers import Found
+from ..config.decision import Decision
+from ..config.miss import Miss
+from ..config.selection import ConfigSelectorChain, Sources
 from ..core.invocation import Invocation
 from ..core.kernel import Kernel
 from ..registry import get_invocations
@@ -167,20 +167,21 @@ def tune_invocations(
         if not isinstance(inv, Invocation):
             raise TypeError(f"expected an Invocation, got {inv!r} ({type(inv).__name__})")
         distinct.setdefault((inv.key.op_id, inv.key.call_key), inv)
-    answers = {key: _attempt(inv, selector.known) for key, inv in distinct.items()}
-    open_ones = {key: distinct[key] for key, answer in answers.items() if answer is None}
+    answers = {key: _attempt(selector, inv, Sources.STORED) for key, inv in distinct.items()}
+    open_ones = {key: distinct[key] for key, answer in answers.items() if isinstance(answer, Miss)}
     for key, tuner in tuners_by_share(selector.tuner, open_ones):
-        answers[key] = tuned_or_reason(selector, distinct[key], tuner)
+        answers[key] = _attempt(selector, distinct[key], Sources.MEASURED, tuner)
     entries = []
     for key, answer in answers.items():
-        if isinstance(answer, Found):
+        if isinstance(answer, Decision):
             entries.append(_entry(distinct[key], answer))
         else:
-            skipped.append(Skipped(label(*key), str(answer)))
+            why = answer.reason if isinstance(answer, Miss) else answer
+            skipped.append(Skipped(label(*key), why))
     return AutotuningResult(device, entries, skipped)
 
 
-def _entry(inv: Invocation[Any, Any], found: Found) -> Entry:
+def _entry(inv: Invocation[Any, Any], found: Decision[Any]) -> Entry:
     outcome = found.about if isinstance(found.about, Outcome) else None
     about = outcome.about() if outcome is not None else dict(found.about or {})
     return Entry(
@@ -196,23 +197,23 @@ def _entry(inv: Invocation[Any, Any], found: Found) -> Entry:
 
 
 def tuned_or_reason(
-    selector: ConfigSelectorChain, inv: Invocation[Any, Any], tuner: Tuner | None = None
-) -> Found | str:
-    """What `selector.known_or_tuned` has for an invocation; a string says why there is nothing."""
-    return (
-        _attempt(inv, functools.partial(selector.known_or_tuned, tuner=tuner))
-        or "nothing was found"
-    )
+    selector: ConfigSelectorChain, inv: Invocation[Any, Any]
+) -> Decision[Any] | str:
+    """What is stored for an invocation, else the result of tuning it; or why there is nothing."""
+    answer = _attempt(selector, inv, Sources.MEASURED)
+    return answer.reason if isinstance(answer, Miss) else answer
 
 
 def _attempt(
+    selector: ConfigSelectorChain,
     inv: Invocation[Any, Any],
-    ask: Callable[[Invocation[Any, Any], Kernel[Any, Any]], Found | str | None],
-) -> Found | str | None:
+    sources: Sources,
+    tuner: Tuner | None = None,
+) -> Decision[Any] | Miss | str:
     if inv.kernel is None:
         return "the invocation has no kernel"
     try:
-        return ask(inv, inv.kernel)
+        return selector.answer(inv, inv.kernel, sources, tuner)
     except AgreementError:
         raise  # another process may have an answer: going on without it would be to disagree
     except Exception as error:  # noqa: BLE001  one operation must not end the run of the others

@@ -11,16 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from ..core.implementation import run_unlabelled
-from ..core.invocation import BatchAxes, Invocation
+from ..core.invocation import BatchAxes, Invocation, array_owners, is_inexact
 from ..core.kernel import Kernel
 from ..core.limits import reasons_against_config
 from ..core.partition import Partition, split
+from ..core.running import run_unlabelled
 from ..core.supports import demand_of, without_demand
-from ..utils.fingerprint import is_array
 from ..utils.stable import stable_json
 from .bench import CandidateError
 from .clock import typical
@@ -48,7 +46,6 @@ def tune_request(
         tuner,
         request.inv,
         request.kernel,
-        backward=request.policy.validate_backward,
         stored=stored,
     )
 
@@ -59,10 +56,9 @@ def tune_invocation(
     kernel: Kernel[Any, Any],
     *,
     candidates: list[Any] | None = None,
-    backward: bool = False,
     stored: Sequence[Mapping[str, Any]] = (),
 ) -> Outcome[Any]:
-    """Measure a kernel's candidates for one invocation."""
+    """Measure a kernel's candidates for one invocation, differentiated if the invocation is."""
     inv = dataclasses.replace(inv.abstract(), kernel=kernel)
     name = f"{kernel.full_op_id}({inv.signature})"
     if needs_other_processes(inv):
@@ -85,22 +81,26 @@ def tune_invocation(
         reference = getattr(kernel, "reference", None)
         if reference is not None:
             reference = _mapped(reference, inv)
+        of_users, inputs = make_fn, args
         measured = "forward"
         notes = pruned.notes
-        if backward:
+        if inv.differentiated:
             fitting = [cfg for cfg in configs if stable_json(cfg) not in refused]
-            cotangents = _random_cotangents([reference, *map(make_fn, fitting)], args, kwargs)
+            names = inv.differentiated
+            functions = [reference, *map(make_fn, fitting)]
+            cotangents = _random_cotangents(functions, names, args, kwargs)
             if isinstance(cotangents, str):
                 notes += (f"timed forward only: {cotangents}",)
             else:
                 measured = "forward and backward"
                 args = (cotangents, *args)
-                make_fn, forward = (lambda cfg: with_gradients(forward(cfg))), make_fn
-                reference = reference and with_gradients(reference)
+                make_fn, forward = (lambda cfg: with_gradients(forward(cfg), names)), make_fn
+                reference = reference and with_gradients(reference, names)
+                of_users = functools.partial(_with_hidden_gradients, make_fn, cotangents)
         if type(tuner).autotune is not Tuner.autotune:
             out = {*pruned.trials, *refused}
             left = [cfg for cfg in configs if stable_json(cfg) not in out]
-            best = _users_choice(tuner, name, make_fn, args, kwargs, left)
+            best = _users_choice(tuner, name, of_users, inputs, kwargs, left)
             try:
                 kernel.check_config(best, "the tuner returned", inv)
             except ValueError as error:
@@ -193,6 +193,17 @@ def _saying_that_it_hangs(key: str, cfg: Any, seconds: float = LONG_RUN_SECONDS)
         warning.cancel()
 
 
+def _with_hidden_gradients(
+    make_fn: Callable[[Any], Function], cotangents: list[Any], cfg: Any
+) -> Function:
+    """For a tuner of the user's own: the function has the kernel's output, and computes both."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return jax.lax.optimization_barrier(make_fn(cfg)(cotangents, *args, **kwargs))[0]
+
+    return function
+
+
 def _users_choice(
     tuner: Tuner,
     name: str,
@@ -266,7 +277,10 @@ def _mapped(function: Function, inv: Invocation[Any, Any]) -> Function:
 
 
 def _random_cotangents(
-    functions: list[Function | None], args: tuple[Any, ...], kwargs: dict[str, Any]
+    functions: list[Function | None],
+    names: tuple[str, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> list[Any] | str:
     """What to pull back when measuring the backward pass; or why there is no backward pass.
 
@@ -281,10 +295,11 @@ def _random_cotangents(
         try:
             out = jax.eval_shape(lambda *a, f=function: _call(f, rest, a), *arrays)
             cotangents = random_like(
-                [leaf for leaf in jax.tree.leaves(out) if _is_inexact(leaf)], seed=1
+                [leaf for leaf in jax.tree.leaves(out) if is_inexact(leaf)], seed=1
             )
             jax.eval_shape(
-                lambda *a, f=function, c=cotangents: _call(with_gradients(f), rest, a, c), *arrays
+                lambda *a, f=function, c=cotangents: _call(with_gradients(f, names), rest, a, c),
+                *arrays,
             )
         except Exception as error:  # noqa: BLE001  whatever it is, the result says so
             reason = f"{type(error).__name__}: {error}"
@@ -298,31 +313,29 @@ def _call(function: Function, rest: Partition, arrays: tuple[Any, ...], *before:
     return function(*before, *args, **kwargs)
 
 
-def with_gradients(function: Function) -> Function:
-    """`function` with cotangents as an argument before its own: gives output and gradients."""
+def with_gradients(function: Function, names: tuple[str, ...]) -> Function:
+    """`function` with cotangents as an argument before its own: gives output and gradients.
+
+    The gradients are those of the arguments with these names, as in `Invocation.differentiated`.
+    """
 
     def both(cotangents: list[Any], *args: Any, **kwargs: Any) -> Any:
-        leaves, structure = jax.tree.flatten(args)
-        inexact = [i for i, leaf in enumerate(leaves) if is_array(leaf) and _is_inexact(leaf)]
+        arrays, rest = split((args, kwargs))
+        owners = [name for name, _ in array_owners(args, kwargs)]
+        wanted = [i for i, x in enumerate(arrays) if owners[i] in names and is_inexact(x)]
 
-        def forward(wanted: list[Any]) -> Any:
-            filled = list(leaves)
-            for i, leaf in zip(inexact, wanted, strict=True):
-                filled[i] = leaf
-            return function(*jax.tree.unflatten(structure, filled), **kwargs)
+        def forward(*values: Any) -> Any:
+            filled = dict(zip(wanted, values, strict=True))
+            return _call(function, rest, tuple(filled.get(i, x) for i, x in enumerate(arrays)))
 
-        out, pull_back = jax.vjp(forward, [leaves[i] for i in inexact])
+        out, pull_back = jax.vjp(forward, *(arrays[i] for i in wanted))
         supply = iter(cotangents)
         cotangent = jax.tree.map(
             lambda leaf: (
-                next(supply) if _is_inexact(leaf) else np.zeros(leaf.shape, jax.dtypes.float0)
+                next(supply) if is_inexact(leaf) else np.zeros(leaf.shape, jax.dtypes.float0)
             ),
             out,
         )
-        return out, pull_back(cotangent)[0]
+        return out, list(pull_back(cotangent))
 
     return both
-
-
-def _is_inexact(leaf: Any) -> bool:
-    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))

@@ -51,6 +51,8 @@ def write_specification(
             spec["kwargs"] = {name: _tree_to_plain(value) for name, value in keywords.items()}
         if inv.batch_axes is not None:
             spec["batch"] = _batch_to_plain(inv.batch_axes)
+        if inv.differentiated:
+            spec["grad"] = list(inv.differentiated)
         if cfg is not None:
             spec["config"] = to_plain(cfg)
         text = json.dumps(spec, separators=(",", ":"), ensure_ascii=True)
@@ -111,8 +113,13 @@ def read_specification(text: str) -> Invocation[Any, Any]:
             plain = spec["batch"]
             axes = _tree_from_plain(plain["in_axes"])
             batch = BatchAxes(plain["transform"], axes, plain["size"])
+        differentiated = spec.get("grad", [])
         if not isinstance(op_id, str) or not isinstance(kernel_name, str):
             raise TypeError("op and kernel must be strings")
+        if not isinstance(differentiated, list) or not all(
+            isinstance(name, str) for name in differentiated
+        ):
+            raise TypeError("grad must be a list of strings")
     except _DAMAGED as error:
         raise SpecificationError(
             f"the specification {text[:200]!r} is damaged: {error!r}"
@@ -122,6 +129,7 @@ def read_specification(text: str) -> Invocation[Any, Any]:
         args=abstractify_arguments(positional),
         kwargs=keywords,
         batch_axes=batch,
+        differentiated=tuple(differentiated),
     )
     try:
         inv.key  # noqa: B018  asked by whoever reads it, and not every call has one
@@ -141,7 +149,10 @@ def describe_specification(text: str) -> dict[str, str]:
         spec = parse_json(text.replace('"', "\\u0022").replace("'", '"'), nan=True)
         parts = [_readable(argument) for argument in spec["args"]]
         parts += [f"{name}={_readable(value)}" for name, value in spec.get("kwargs", {}).items()]
-        return {"kernel": str(spec["kernel"]), "signature": ", ".join(parts)}
+        signature = ", ".join(parts)
+        if spec.get("grad"):
+            signature = f"grad[{', '.join(map(str, spec['grad']))}]({signature})"
+        return {"kernel": str(spec["kernel"]), "signature": signature}
     except _DAMAGED:
         return {}
 

@@ -1,0 +1,157 @@
+"""Run a kernel inside a trace: choose a config, find its method, its gradient, its label.
+
+Whether a program differentiates a call is known only when JAX asks for the gradient. So the config
+is chosen inside of a custom derivative: once for the call as it stands, and once more, under
+another key, for the call with its gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from ..utils import environment
+from ..utils.fingerprint import device_kind
+from ..utils.meta import collect_label, label, stamped
+from ..utils.primitives import when_lowered
+from ..utils.specification import write_specification
+from .derivatives import way_out
+from .dispatch import defined_methods, find_method
+from .gradients import Chosen, call_with_jvp, call_with_rule, find_rule, rule_by_jax
+from .invocation import array_owners, is_inexact
+from .kernel import Kernel
+from .partition import split
+from .supports import REFERENCE, demand_of, demanded, serving, without_demand
+
+if TYPE_CHECKING:
+    from .invocation import Invocation
+
+Stage = Callable[[Callable[..., Any]], Callable[..., Any]]
+Select = Callable[["Invocation[Any, Any]"], Any]
+"""The config of a call; asked for each way in which a program uses it."""
+
+
+def find_run(kernel: Kernel[Any, Any], name: str | None = None) -> Any:
+    """The `run` method of an implementation; None takes the usual order of the current device."""
+    kind = device_kind()
+    if name is not None:
+        return kernel.implementation(name)
+    run = find_method(kernel, "run", kind, Kernel)
+    if run is None:
+        have = ", ".join(defined_methods(type(kernel), "run", Kernel))
+        raise NotImplementedError(
+            f"kernel {kernel.full_op_id} has no implementation for {kind}: it has {have}; "
+            f"add run_{kind} or run"
+        )
+    return run
+
+
+def run_unlabelled(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> Any:
+    """The kernel's output with this config, differentiable by the kernel's own rule if any."""
+    return _run(inv, kernel, lambda _: cfg, lambda inv, cfg: lambda function: function)
+
+
+def run_with_default(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
+    """The same with a config that needs no selection."""
+    return run_unlabelled(inv, kernel, default_config(inv, kernel))
+
+
+def default_config(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
+    """A config that needs no selection: the one given, the heuristic one, or the first."""
+    return kernel.candidates(inv)[0] if inv.override_cfg is None else inv.override_cfg
+
+
+def run_selected(
+    inv: Invocation[Any, Any],
+    kernel: Kernel[Any, Any],
+    select: Select,
+    runs_forward: Callable[[], None],
+) -> Any:
+    """The kernel's output with the config that `select` gives for the call as it is used.
+
+    Every operation of it, forward and backward, carries the call's label. `runs_forward` is called
+    when a program is lowered that does not differentiate the call.
+    """
+    stage = functools.partial(_labelling_stage, kernel)
+    return _run(inv, kernel, select, stage, runs_forward)
+
+
+def _run(
+    inv: Invocation[Any, Any],
+    kernel: Kernel[Any, Any],
+    select: Select,
+    stage: Callable[[Invocation[Any, Any], Any], Stage],
+    runs_forward: Callable[[], None] | None = None,
+) -> Any:
+    arrays, rest = split((inv.args, without_demand(inv.kwargs)))
+    demand = demand_of(inv.kwargs)
+    # What JAX keeps of this call, to differentiate it later, must not hold the arrays of its trace.
+    call = dataclasses.replace(inv, args=(), kwargs={})
+    owners = [name for name, _ in array_owners(*rest.merge(arrays))]
+
+    def choose(arrays: Sequence[Any], differentiated: Sequence[bool] = ()) -> Chosen:
+        args, kwargs = rest.merge(arrays)
+        names = dict.fromkeys(name for name, d in zip(owners, differentiated, strict=False) if d)
+        asked = dataclasses.replace(
+            call, args=args, kwargs={**kwargs, **demand}, differentiated=tuple(names)
+        )
+        cfg = select(asked)
+        name = serving(kernel, asked, cfg)
+        run = find_run(kernel, name)
+
+        def primal(*arrays: Any) -> Any:
+            args, kwargs = rest.merge(arrays)
+            out = run(*args, cfg=cfg, **kwargs)
+            return out if names or not runs_forward else when_lowered(out, runs_forward)
+
+        rule = find_rule(kernel, run, cfg, device_kind(), name)
+        return Chosen(primal, rule or rule_by_jax(run, cfg), stage(asked, cfg))
+
+    if demanded(inv) == REFERENCE or not any(map(is_inexact, arrays)):
+        chosen = choose(arrays)
+        return chosen.stage(chosen.primal)(*arrays)
+    if _has_rule(kernel, inv):
+        return call_with_rule(kernel.full_op_id, choose, arrays, rest, advice=way_out(kernel))
+    return call_with_jvp(choose, arrays)
+
+
+def _has_rule(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> bool:
+    """Whether a gradient rule of the kernel's own, not JAX, differentiates a call."""
+    if kernel.tune_implementations and demanded(inv, inv.override_cfg) is None:
+        names: Sequence[str | None] = kernel.implementations()
+    else:
+        names = [serving(kernel, inv, inv.override_cfg)]
+    return any(find_rule(kernel, kernel.run, None, device_kind(), name) for name in names)
+
+
+def _labelling_stage(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], cfg: Any) -> Stage:
+    """How to run a piece of the kernel such that the program says whose it is.
+
+    The label stands on every operation. The specification, which is longer, stands on the call of
+    the piece alone; only in `json` style does it stand everywhere, with the config in it.
+    """
+    style = environment.STAMP.read() if inv.stamp else "none"
+    if style == "none":
+        return lambda function: function
+    text = label(inv.full_op_id, inv.key.call_key)
+    collect_label(text)
+    spec = write_specification(inv, kernel, cfg if style == "json" else None)
+
+    def stage(function: Callable[..., Any]) -> Callable[..., Any]:
+        def piece(*arrays: Any) -> Any:
+            with stamped(text):
+                return function(*arrays)
+
+        piece.__name__ = piece.__qualname__ = kernel.op_id.replace("/", "_").replace("-", "_")
+
+        def staged(*arrays: Any) -> Any:
+            with stamped(text, spec):
+                return function(*arrays) if style == "json" else jax.jit(piece)(*arrays)
+
+        return staged
+
+    return stage
