@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import sqlite3
 
+LARGEST_ROW = 64 * 2**20
+"""Bytes of the largest row that is read or written; the values of a row have 8 MiB at most."""
+
 RUNS_SOMETHING = "it has views or triggers, which no store has, and they are not run; move it away"
 """What to say where SQLite says that something is not authorised."""
 
@@ -15,6 +18,7 @@ RUNS_SOMETHING = "it has views or triggers, which no store has, and they are not
 def make_harmless(connection: sqlite3.Connection) -> None:
     """Let a connection run what is asked of it, and nothing that its file defines."""
     connection.set_authorizer(_only_what_is_asked)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LARGEST_ROW)
     connection.execute("PRAGMA trusted_schema = OFF")
 
 

@@ -99,7 +99,16 @@ def found(connection: sa.Connection) -> int | None:
     has_entries, has_note = (inspector.has_table(table.name) for table in (entries, meta))
     if has_entries and not has_note:
         raise StoreDamaged("it does not say which schema it has")
+    for table in metadata.sorted_tables if has_note else ():
+        if inspector.has_table(table.name) and _computed(inspector, table):
+            # A file of some kilobytes can so hold gigabytes.
+            raise StoreDamaged("it has columns that are computed, which no store has")
     return stated(connection) if has_note else None
+
+
+def _computed(inspector: sa.Inspector, table: sa.Table) -> bool:
+    columns = inspector.get_columns(table.name)
+    return any("computed" in column and column["name"] in table.columns for column in columns)
 
 
 def stated(connection: sa.Connection) -> int:

@@ -8,6 +8,7 @@ import os
 import sqlite3
 import struct
 import time
+import tracemalloc
 
 import pytest
 
@@ -113,6 +114,42 @@ def test_a_value_of_many_megabytes_costs_its_entry(store, caplog):
     assert [entry["key"] for entry in cache.related(device="cpu|x")] == [ANOTHER]
     with pytest.raises(StoreError, match="at most"):  # else it could not be read again
         cache.put(KEY, "x" * LARGEST_VALUE)
+
+
+def test_a_small_file_that_computes_gigabytes_is_no_store(store, nursery):
+    with sqlite3.connect(beside(store, "")) as connection:
+        (made,) = connection.execute(
+            "SELECT sql FROM sqlite_master WHERE name = 'ejkernel_trials'"
+        ).fetchone()
+        connection.execute("DROP TABLE ejkernel_trials")
+        computed = "reason TEXT GENERATED ALWAYS AS (hex(zeroblob(400000000))) VIRTUAL"
+        connection.execute(made.replace("reason TEXT NOT NULL", computed))
+    connection.close()
+    use = """
+    cache = PersistentCache(args["store"])
+    result = cache.get(("cpu|x", "m@v1", "0" * 16))
+    cache.put("key", 1)
+    """
+    done = nursery.run(use, store=store)
+    assert done.result is None
+    (message,) = done.warnings
+    assert "computed" in message
+    assert PersistentCache(store).get("key") == 1
+
+
+def test_a_row_of_hundreds_of_megabytes_is_not_read(store, caplog):
+    cache = PersistentCache(store)
+    cache.put(ANOTHER, {"a": 2})
+    with sqlite3.connect(beside(store, "")) as connection:
+        connection.execute("UPDATE ejkernel_entries SET about = zeroblob(100000000) WHERE id = 1")
+    connection.close()
+    tracemalloc.start()
+    assert cache.get(KEY) is None
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 50e6
+    assert "too big" in caplog.text
+    assert cache.get(ANOTHER) == {"a": 2}
 
 
 LOGS = {
