@@ -101,8 +101,8 @@ def _checked_when_transposed(tangent: Any, check: Callable[[], None]) -> Any:
 # --- forward mode --------------------------------------------------------------------------------
 
 # `_watched` stands before every argument of a rule. The tangent of such an argument goes through
-# `_tangent`, which can be transposed, as reverse mode does, and raises when it is computed, batched
-# or lowered, as forward mode does.
+# `_tangent`, which can be transposed, as reverse mode does, and raises when it is computed,
+# batched, lowered or differentiated, as forward mode does.
 _watched = identity_primitive("ejkernel_watched")
 _tangent = new_primitive("ejkernel_tangent")
 
@@ -125,7 +125,8 @@ _tangent.def_impl(_refuse)
 _tangent.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(_tangent, _refuse)
 batching.primitive_batchers[_tangent] = _refuse
-ad.deflinear2(_tangent, lambda cotangent, _, **__: [cotangent])
+ad.primitive_jvps[_tangent] = _refuse
+ad.primitive_transposes[_tangent] = lambda cotangent, _, **__: [cotangent]
 
 
 # --- reverse mode, once more ---------------------------------------------------------------------

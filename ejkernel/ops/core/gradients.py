@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -169,7 +170,8 @@ def call_with_rule(
     `rest` puts the arrays back among the call's other arguments. `advice` ends the error for
     whoever differentiates what the rule does not allow.
     """
-    in_use: dict[tuple[bool, ...], Chosen] = {}  # by the arrays that are differentiated
+
+    residuals_beside = ResidualsBesideArrays()
 
     @jax.custom_vjp
     def differentiable(arrays: list[Any]) -> Any:
@@ -179,7 +181,7 @@ def call_with_rule(
     def forward(arrays: list[Any]) -> tuple[Any, Any]:
         values = [array.value for array in arrays]
         differentiated = tuple(bool(array.perturbed) for array in arrays)
-        chosen = in_use[differentiated] = choose(values, differentiated)
+        chosen = choose(values, differentiated)
         static: list[Partition] = []  # what the residuals hold beside arrays
 
         def compute(*values: Any) -> Any:
@@ -190,12 +192,11 @@ def call_with_rule(
 
         out, kept = chosen.stage(named_when_differentiated(op_id, advice, compute))(*values)
         out = batched_alike(out, values)
-        return out, (kept, values, StaticResidual(op_id, (static[-1], differentiated)))
+        return out, (kept, values, residuals_beside.keep((static[-1], differentiated, chosen)))
 
     def backward(residuals: Any, dout: Any) -> tuple[list[Any]]:
-        kept, values, static = residuals
-        beside, differentiated = static.value
-        chosen = in_use[differentiated]
+        kept, values, number = residuals
+        beside, differentiated, chosen = residuals_beside.kept(number)
         rule = chosen.rule
 
         def compute(kept: Any, values: Any, dout: Any) -> list[Any]:
@@ -242,6 +243,30 @@ def call_with_jvp(choose: Choose, arrays: list[Any]) -> Any:
 
     differentiable.defjvp(jvp, symbolic_zeros=True)
     return differentiable(*arrays)
+
+
+class ResidualsBesideArrays:
+    """What the forward function of a rule keeps for the backward one beside arrays: sizes, flags.
+
+    JAX may trace the forward function several times, once for each set of differentiated arrays,
+    and gives the backward function what is static among the residuals of the last time, with the
+    arrays of any. So the values stay here, and an empty array among the residuals says by its shape
+    which of them belongs to it.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[int, Any] = {}
+        self._numbers = itertools.count()  # two threads never get the same
+
+    def keep(self, value: Any) -> jax.Array:
+        """An array that stands for this value among residuals."""
+        number = next(self._numbers)
+        self._values[number] = value
+        return jnp.zeros((0, number), bool)
+
+    def kept(self, number: jax.Array) -> Any:
+        """The value that the array stands for."""
+        return self._values[number.shape[1]]
 
 
 @jax.tree_util.register_static
