@@ -19,6 +19,9 @@ from ejkernel.store import reading
 LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = float(np.finfo(np.float32).tiny)
 
+LARGEST_CAP = 1e30
+"""Of scores that are divided by more, float32 has no digits left: below 1e-8 they would be zero."""
+
 
 def checked_array(operation: str, name: str, value: Any) -> jax.Array:
     """An array of JAX, or of NumPy as JAX takes it; lists and numbers are none, as in `jax.numpy`.
@@ -180,13 +183,13 @@ def checked_floating_type(operation: str, name: str, value: Any) -> np.dtype[Any
 
 
 def checked_soft_cap(operation: str, cap: Any) -> float:
-    """A positive number."""
+    """A positive number that scores can be divided by."""
     advice = "it is a constant of the model"
     number = checked_number(operation, "logits_soft_cap", cap, above=0, advice=advice)
-    if number < SMALLEST:
+    if not SMALLEST <= number <= LARGEST_CAP:
         raise ValueError(
-            f"{operation}: logits_soft_cap={shown(cap)} must be positive, and at least {SMALLEST}: "
-            "scores are divided by it"
+            f"{operation}: logits_soft_cap={shown(cap)} must be positive, from {SMALLEST} to "
+            f"{LARGEST_CAP}: scores are divided by it; None means no cap"
         )
     return number
 

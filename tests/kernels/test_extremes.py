@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from config_calls import CALLS
 
+from ejkernel import modules
 from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionConfig
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
 from ejkernel.kernels.norm import NormConfig, pallas_gpu, pallas_tpu
@@ -56,6 +59,66 @@ def compare(
         assert np.isfinite(b).all(), path
         limit = tolerance * max(np.abs(b).max(), floor)
         np.testing.assert_allclose(a, b, rtol=0, atol=limit, err_msg=str(path))
+
+
+SIGNED = ("scale", "softmax_scale", "weight_offset")
+
+
+def numbers_of(operation: str) -> list[str]:
+    """The options of an operation that are floating numbers."""
+    parameters = inspect.signature(getattr(modules, operation)).parameters.values()
+    return [p.name for p in parameters if "float" in str(p.annotation)]
+
+
+@pytest.mark.parametrize("value", [1e-30, 1e30, -1e-30, -1e30])
+@pytest.mark.parametrize(
+    ("operation", "option"),
+    [
+        (operation, option)
+        for operation in modules.OPERATIONS
+        if operation != "flash_attention"  # it has walks of its own
+        for option in numbers_of(operation)
+    ],
+)
+def test_numbers_far_out(operation: str, option: str, value: float) -> None:
+    args, options, differentiated = CALLS[operation]()
+    function = partial(getattr(modules, operation), **options, **{option: value})
+    if (value < 0 and option not in SIGNED) or (option == "label_smoothing" and value >= 1):
+        with pytest.raises(ValueError, match=option):
+            function(*args)
+        return
+
+    def both(args: tuple[Any, ...], **how: Any) -> Any:
+        free = [args[i] for i in differentiated]
+
+        def run(*free: Any) -> Any:
+            given = dict(zip(differentiated, free, strict=True))
+            return function(*(given.get(i, x) for i, x in enumerate(args)), **how)
+
+        out, pull_back = jax.vjp(run, *free)
+        return out, pull_back(jnp.cos(2 * out / (1 + abs(out))))
+
+    # Not `quick`: it is the optimiser who fuses a product and a difference.
+    found = jax.jit(both)(args)
+    with jax.enable_x64(True):
+        exact = tuple(x.astype(jnp.float64) if x.dtype == jnp.float32 else x for x in args)
+        expected = quick(partial(both, implementation="reference"))(exact)
+    for (path, a), b in zip(
+        jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True
+    ):
+        b = np.asarray(b)
+        assert np.abs(b).max() < np.finfo(np.float32).max, path
+        # A gradient of x is what is left of numbers as large as the weight.
+        limit = 1e-4 * max(np.abs(b).max(), 1e-36, abs(value) if option == "weight_offset" else 0)
+        np.testing.assert_allclose(a, b, rtol=0, atol=limit, err_msg=str(path))
+
+
+@pytest.mark.parametrize("operation", ["paged_attention", "linear_cross_entropy"])
+def test_a_cap_that_leaves_no_digits_of_a_score(operation: str) -> None:
+    args, options, _ = CALLS[operation]()
+    for cap in (3e38, 1e-39):
+        with pytest.raises(ValueError, match="logits_soft_cap.*scores are divided by it"):
+            getattr(modules, operation)(*args, **options, logits_soft_cap=cap)
 
 
 @pytest.mark.parametrize("operation", [rms_norm, layer_norm])

@@ -8,11 +8,21 @@ import math
 import jax
 import jax.numpy as jnp
 
+from ..arguments import LARGEST
+
 IGNORED = -100
 """The label of rows that count for nothing, unless a call says otherwise."""
 
 UNKNOWN = -1
 """What `ejkernel.modules` makes of a label that is not in the vocabulary."""
+
+
+def scale_below_cap(softmax_scale: float, logits_soft_cap: float) -> float:
+    """What products are multiplied with before the hyperbolic tangent; finite in float32.
+
+    A compiler makes one constant of two, and an infinite one would make NaN of a product of zero.
+    """
+    return max(-LARGEST, min(LARGEST, softmax_scale / logits_soft_cap))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,19 +50,45 @@ class LossOptions:
         """The number of the first word here."""
         return jax.lax.axis_index(self.vocab_axes) * here if self.vocab_axes else 0
 
-    def logits(self, products: jax.Array, bias: jax.Array | None) -> jax.Array:
-        """Logits from products; `bias` must broadcast to them."""
+    @property
+    def factor(self) -> float:
+        """What the logits are, times `unscaled`."""
+        return self.softmax_scale if self.logits_soft_cap is None else self.logits_soft_cap
+
+    def unscaled(self, products: jax.Array, bias: jax.Array | None) -> jax.Array:
+        """Logits before the last multiplication; `bias` must broadcast to the products."""
         if bias is not None:
             products = products + bias.astype(products.dtype)
-        if self.softmax_scale != 1.0:
-            products = products * self.softmax_scale
-        if self.logits_soft_cap is not None:
-            products = self.logits_soft_cap * jnp.tanh(products / self.logits_soft_cap)
-        return products
+        if self.logits_soft_cap is None:
+            return products
+        return jnp.tanh(products * scale_below_cap(self.softmax_scale, self.logits_soft_cap))
 
-    def loss(self, lse: jax.Array, picked: jax.Array, total: jax.Array, vocab: int) -> jax.Array:
-        """Loss of rows: their log-sum-exp, the logit of the label, the sum of all logits."""
-        loss = lse - (1.0 - self.label_smoothing) * picked
+    def scaled(self, unscaled: jax.Array) -> jax.Array:
+        """That multiplication; of differences too."""
+        return unscaled if self.factor == 1.0 else unscaled * self.factor
+
+    def logits(self, products: jax.Array, bias: jax.Array | None) -> jax.Array:
+        """Logits from products; `bias` must broadcast to them."""
+        return self.scaled(self.unscaled(products, bias))
+
+    def loss(
+        self,
+        log_sum: jax.Array,
+        picked: jax.Array,
+        total: jax.Array,
+        vocab: int,
+        lse: jax.Array,
+    ) -> jax.Array:
+        """Loss of rows, from their logits relative to any number.
+
+        Args:
+          log_sum: the logarithm of the sum of the exponentials of these.
+          picked: that of the label.
+          total: the sum of all.
+          vocab: how many there are.
+          lse: the logarithm of the sum of the exponentials of the logits themselves.
+        """
+        loss = log_sum - (1.0 - self.label_smoothing) * picked
         if self.label_smoothing:
             loss = loss - (self.label_smoothing / vocab) * total
         return loss + self.z_loss * lse * lse if self.z_loss else loss

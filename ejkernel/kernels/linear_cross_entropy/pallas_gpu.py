@@ -123,7 +123,7 @@ def losses(
     row_lse = jax.nn.logsumexp(lse.reshape(tiles, n), axis=0)
     picked = _label_logits(hidden, weight, labels, bias, options)
     total = jnp.sum(sums.reshape(tiles, n), axis=0) if options.label_smoothing else picked
-    found = options.loss(row_lse, picked, total, words)
+    found = options.loss(row_lse, picked, total, words, row_lse)
     return jnp.where(labels == options.ignore_index, 0.0, found)
 
 

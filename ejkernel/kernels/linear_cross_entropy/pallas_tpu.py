@@ -34,7 +34,7 @@ from jax.experimental.pallas import tpu as pltpu
 from .options import LossOptions
 
 # Finite, because -inf - -inf is NaN; its exponential is exactly zero all the same.
-_MASKED = -1e30
+_MASKED = float(jnp.finfo(jnp.float32).min)
 
 
 def losses(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ..dtypes import accumulation_dtype
+from .options import scale_below_cap
 
 
 def linear_cross_entropy_reference(
@@ -61,15 +62,22 @@ def linear_cross_entropy_reference(
     logits = jnp.matmul(hidden.astype(dtype), matrix.astype(dtype), precision="highest")
     if bias is not None:
         logits = logits + jnp.expand_dims(bias.astype(dtype), tuple(range(logits.ndim - 1)))
-    logits = softmax_scale * logits
+    factor = softmax_scale
     if logits_soft_cap is not None:
-        logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
-    lse = jax.nn.logsumexp(logits, axis=-1)
+        logits = jnp.tanh(scale_below_cap(softmax_scale, logits_soft_cap) * logits)
+        factor = logits_soft_cap
+    # Relative to the row's largest, and multiplied only then: see `xla`. What is subtracted from
+    # all logits changes no gradient.
+    largest = jnp.max if factor > 0 else jnp.min
+    best = jax.lax.stop_gradient(largest(logits, axis=-1, keepdims=True))
+    below = factor * (logits - best)
+    log_sum = jnp.log(jnp.sum(jnp.exp(below), axis=-1))
     index = jnp.where(counts, labels, 0)
     known = (index >= 0) & (index < logits.shape[-1])
-    picked = jnp.take_along_axis(logits, jnp.where(known, index, 0)[..., None], axis=-1)[..., 0]
-    loss = lse - (1.0 - label_smoothing) * picked + z_loss * lse**2
-    loss = loss - label_smoothing * jnp.mean(logits, axis=-1)
+    picked = jnp.take_along_axis(below, jnp.where(known, index, 0)[..., None], axis=-1)[..., 0]
+    loss = log_sum - (1.0 - label_smoothing) * picked - label_smoothing * jnp.mean(below, axis=-1)
+    if z_loss:
+        loss = loss + z_loss * (factor * best[..., 0] + log_sum) ** 2
     loss = jnp.where(counts, loss * jnp.where(known, 1.0, jnp.nan).astype(dtype), 0.0)
     if reduction == "none":
         return loss

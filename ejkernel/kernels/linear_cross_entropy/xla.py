@@ -74,7 +74,8 @@ def losses(
 
     def of_rows(part: tuple[jax.Array, jax.Array]) -> jax.Array:
         hidden, labels = part
-        return _Softmax.of(_logits(hidden, weight, bias, options), options).losses(labels, options)
+        unscaled = _unscaled_logits(hidden, weight, bias, options)
+        return _Softmax.of(unscaled, options).losses(labels, options)
 
     if chunks.count == 1:
         return of_rows((hidden, labels))
@@ -113,18 +114,18 @@ def losses_and_gradients(
 
     def add(i: Any, sums: LossAndGradients | None) -> LossAndGradients:
         h, y, f = (chunks.take(a, i) for a in (padded, padded_labels, padded_factors))
-        logits = _logits(h, weight, bias, options)
-        softmax = _Softmax.of(logits, options)
-        words = lax.broadcasted_iota(jnp.int32, logits.shape, 1) + options.first_word(
-            logits.shape[1]
+        unscaled = _unscaled_logits(h, weight, bias, options)
+        softmax = _Softmax.of(unscaled, options)
+        words = lax.broadcasted_iota(jnp.int32, unscaled.shape, 1) + options.first_word(
+            unscaled.shape[1]
         )
         gradient = options.product_gradients(
-            logits,
+            options.scaled(unscaled),
             softmax.exponentials * (1.0 / softmax.total),
             softmax.lse,
             words == y[:, None],
             f[:, None],
-            options.vocabulary(logits.shape[1]),
+            options.vocabulary(unscaled.shape[1]),
         )
         # Products of a matrix in bfloat16 with one in float32 would be computed in float32.
         factor = gradient.astype(weight.dtype)
@@ -157,35 +158,52 @@ def losses_and_gradients(
 
 
 class _Softmax(NamedTuple):
-    """A softmax before its division, and what losses need of its logits."""
+    """A softmax before its division, and what losses need of its logits.
 
-    logits: jax.Array
+    Logits are subtracted from the largest of their row before they are multiplied. A compiler fuses
+    a multiplication and a subtraction behind it into one that does not round in between: of logits
+    of 1e10 the largest would then differ from itself by hundreds.
+    """
+
+    unscaled: jax.Array
+    best: jax.Array  # (rows, 1), the unscaled logit of which the largest is made
     exponentials: jax.Array
     total: jax.Array  # (rows, 1)
     lse: jax.Array  # (rows, 1)
 
     @staticmethod
-    def of(logits: jax.Array, options: LossOptions) -> _Softmax:
-        largest = jnp.max(logits, axis=-1, keepdims=True)
+    def of(unscaled: jax.Array, options: LossOptions) -> _Softmax:
+        most, most_of_all = (jnp.max, lax.pmax) if options.factor > 0 else (jnp.min, lax.pmin)
+        best = most(unscaled, axis=-1, keepdims=True)
         if options.vocab_axes:
-            largest = lax.pmax(largest, options.vocab_axes)
-        exponentials = jnp.exp(logits - largest)
+            best = most_of_all(best, options.vocab_axes)
+        exponentials = jnp.exp(options.scaled(unscaled - best))
         total = options.over_vocabulary(jnp.sum(exponentials, axis=-1, keepdims=True))
-        return _Softmax(logits, exponentials, total, largest + jnp.log(total))
+        lse = options.scaled(best) + jnp.log(total)
+        return _Softmax(unscaled, best, exponentials, total, lse)
 
     def losses(self, labels: jax.Array, options: LossOptions) -> jax.Array:
-        vocab = options.vocabulary(self.logits.shape[-1])
+        words = self.unscaled.shape[-1]
+        vocab = options.vocabulary(words)
         known = (labels >= 0) & (labels < vocab)
-        place = labels - options.first_word(self.logits.shape[-1])
-        here = known & (place >= 0) & (place < self.logits.shape[-1])
+        place = labels - options.first_word(words)
+        here = known & (place >= 0) & (place < words)
         index = jnp.where(here, place, 0)[:, None]
-        picked = jnp.take_along_axis(self.logits, index, axis=-1)[:, 0]
+        picked = options.scaled(jnp.take_along_axis(self.unscaled, index, axis=-1) - self.best)
+        picked = picked[:, 0]
         if options.vocab_axes:
             picked = options.over_vocabulary(jnp.where(here, picked, 0.0))
         total = picked
         if options.label_smoothing:
-            total = options.over_vocabulary(jnp.sum(self.logits, axis=-1))
-        found = options.loss(self.lse[:, 0], jnp.where(known, picked, jnp.nan), total, vocab)
+            below = options.scaled(self.unscaled - self.best)
+            total = options.over_vocabulary(jnp.sum(below, axis=-1))
+        found = options.loss(
+            jnp.log(self.total[:, 0]),
+            jnp.where(known, picked, jnp.nan),
+            total,
+            vocab,
+            self.lse[:, 0],
+        )
         return jnp.where(labels == options.ignore_index, 0.0, found)
 
 
@@ -219,13 +237,13 @@ class _Chunks:
         return put_in_dim(array, part, i * self.size)
 
 
-def _logits(
+def _unscaled_logits(
     hidden: jax.Array, weight: jax.Array, bias: jax.Array | None, options: LossOptions
 ) -> jax.Array:
     products = _product(
         hidden, weight, (1, 1 if options.vocab_first else 0), accumulation_dtype(hidden.dtype)
     )
-    return options.logits(products, None if bias is None else bias[None, :])
+    return options.unscaled(products, None if bias is None else bias[None, :])
 
 
 def _product(a: jax.Array, b: jax.Array, contracted: tuple[int, int], dtype: Any) -> jax.Array:

@@ -17,10 +17,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ..promotion import usual_promotion
+from .hidden import hidden_score, lowest_maximum
 
 _SMALLEST_BLOCK = 16  # of Triton's matrix products
-_HIDDEN_SCORE = -1e30
-_LOWEST_MAXIMUM = -0.5e30
+_HIDDEN_SCORE = hidden_score()
+_LOWEST_MAXIMUM = lowest_maximum()
 
 
 @usual_promotion

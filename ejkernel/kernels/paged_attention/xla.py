@@ -19,11 +19,7 @@ from jax import lax
 from ..dtypes import accumulation_dtype
 from ..promotion import usual_promotion
 from ..slicing import take_in_dim, take_rows
-
-# Both are finite, because -inf - -inf is NaN. The maximum starts above hidden scores, so that their
-# exponential is exactly zero even in a row that has seen no key yet.
-_HIDDEN_SCORE = -1e30
-_LOWEST_MAXIMUM = -0.5e30
+from .hidden import hidden_score, lowest_maximum
 
 _GATHERED_AT_ONCE = 2**20  # bytes of keys, in float32
 
@@ -86,7 +82,7 @@ def forward(
         visible = key <= position
         if window is not None:
             visible &= key >= position - window
-        return jnp.where(visible, found, _HIDDEN_SCORE)
+        return jnp.where(visible, found, hidden_score(wide))
 
     def attend_at_once(q_rows: jax.Array, numbers: jax.Array, length: jax.Array) -> jax.Array:
         found = scores(q_rows, tile(k_pages, numbers), 0, length)
@@ -158,7 +154,9 @@ class _Softmax(NamedTuple):
     def start(q_rows: jax.Array, value_dim: int) -> _Softmax:
         zeros = jnp.zeros_like(q_rows[..., :1])
         return _Softmax(
-            zeros + _LOWEST_MAXIMUM, zeros, jnp.broadcast_to(zeros, (*zeros.shape[:2], value_dim))
+            zeros + lowest_maximum(zeros.dtype),
+            zeros,
+            jnp.broadcast_to(zeros, (*zeros.shape[:2], value_dim)),
         )
 
     def add(self, scores: jax.Array, values: jax.Array) -> _Softmax:
