@@ -19,7 +19,7 @@ from ..utils.fingerprint import is_array
 from .batched import batched_alike
 from .derivatives import named_when_differentiated, reverse_mode_only
 from .dispatch import defined_methods, find_with_suffix
-from .partition import Partition, split
+from .static_part import StaticPart, split
 from .varying import vary_alike
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def call_with_rule(
     rule: Rule,
     primal: Callable[..., Any],
     arrays: list[Any],
-    rest: Partition,
+    rest: StaticPart,
     stage: Callable[[Callable[..., Any]], Callable[..., Any]],
     advice: str,
 ) -> Any:
@@ -139,7 +139,7 @@ def call_with_rule(
     def forward(arrays: list[Any]) -> tuple[Any, Any]:
         values = [array.value for array in arrays]
         differentiated = tuple(bool(array.perturbed) for array in arrays)
-        static: list[Partition] = []  # what the residuals hold beside arrays
+        static: list[StaticPart] = []  # what the residuals hold beside arrays
 
         def compute(*values: Any) -> Any:
             out, saved = rule.forward(*rest.merge(values))

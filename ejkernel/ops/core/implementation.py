@@ -15,7 +15,7 @@ from .derivatives import way_out
 from .dispatch import defined_methods, find_method
 from .gradients import call_with_rule, find_rule
 from .kernel import Kernel
-from .partition import split
+from .static_part import split
 from .supports import REFERENCE, serving, without_demand
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from ..core.derivatives import reverse_mode_only, way_out
 from ..core.gradients import StaticResidual, defines_gradient, materialised
 from ..core.invocation import Invocation
 from ..core.kernel import Kernel
-from ..core.partition import Partition, split
 from ..core.partitioning import MAPPED, Dim, Layout, Shards, rule_of
+from ..core.static_part import StaticPart, split
 from ..utils.meta import collect_label, collecting_labels, label, marking_partitioned
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class _Call:
     inv: Invocation[Any, Any]
     kernel: Kernel[Any, Any]
     layout: Layout
-    rest: Partition
+    rest: StaticPart
     arrays: list[Any]
     run: Run
     run_whole: Run

@@ -18,7 +18,7 @@ from ..core.implementation import run_unlabelled
 from ..core.invocation import BatchAxes, Invocation
 from ..core.kernel import Kernel
 from ..core.limits import reasons_against_config
-from ..core.partition import Partition, split
+from ..core.static_part import StaticPart, split
 from ..core.supports import demand_of, without_demand
 from ..utils.fingerprint import is_array
 from ..utils.stable import stable_json
@@ -293,7 +293,7 @@ def _random_cotangents(
     return reason
 
 
-def _call(function: Function, rest: Partition, arrays: tuple[Any, ...], *before: Any) -> Any:
+def _call(function: Function, rest: StaticPart, arrays: tuple[Any, ...], *before: Any) -> Any:
     args, kwargs = rest.merge(arrays)
     return function(*before, *args, **kwargs)
 
