@@ -22,7 +22,7 @@ from jax import export
 from ..native.calling import in_exports
 from ..ops.core.dispatch import defined_methods, find_method, suffix_order
 from ..ops.core.kernel import Kernel
-from ..ops.core.partition import split
+from ..ops.core.static_part import split
 from ..ops.tuner.inputs import batched_shapes, outside_trace
 from ..ops.tuner.session import function_maker
 from ..ops.tuner.worker import ANY_CUSTOM_CALL, Header

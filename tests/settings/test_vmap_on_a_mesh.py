@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tests.settings.examples import EXAMPLES
 
 # JAX hides an explicit axis inside of the `vmap` over it, and refuses some reshapes and gathers.
-REFUSED = ("flash_attention", "grouped_matmul")
+REFUSED = ()
 CASES = [
     pytest.param(
         example,

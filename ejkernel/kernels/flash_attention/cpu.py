@@ -11,7 +11,7 @@ import jax
 
 from ejkernel.native.calling import call
 from ejkernel.ops import BwdParams, FwdParams, Invocation, Limits, Supports
-from ejkernel.ops.core.partition import split
+from ejkernel.ops.core.static_part import split
 
 from ..limits import COUNT
 from . import native

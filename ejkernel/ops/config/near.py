@@ -10,7 +10,7 @@ import jax
 from ...store.rows import sound_about
 from ..core.limits import reasons_against_config
 from ..core.near import NearShapes
-from ..core.partition import split
+from ..core.static_part import split
 from ..utils.serialize import from_plain
 from ..utils.stable import stable_json
 from .explain import call_fields

@@ -20,7 +20,7 @@ from ..utils.fingerprint import is_array
 from .batched import batched_alike
 from .derivatives import named_when_differentiated, reverse_mode_only
 from .dispatch import defined_methods, find_with_suffix
-from .partition import Partition, split
+from .static_part import StaticPart, split
 from .varying import vary_alike
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ Choose = Callable[..., Chosen]
 
 
 def call_with_rule(
-    op_id: str, choose: Choose, arrays: list[Any], rest: Partition, advice: str
+    op_id: str, choose: Choose, arrays: list[Any], rest: StaticPart, advice: str
 ) -> Any:
     """Call an operation such that differentiating the result uses the rule that `choose` gives.
 
@@ -182,7 +182,7 @@ def call_with_rule(
         values = [array.value for array in arrays]
         differentiated = tuple(bool(array.perturbed) for array in arrays)
         chosen = choose(values, differentiated)
-        static: list[Partition] = []  # what the residuals hold beside arrays
+        static: list[StaticPart] = []  # what the residuals hold beside arrays
 
         def compute(*values: Any) -> Any:
             out, saved = chosen.rule.forward(*rest.merge(values))
@@ -267,23 +267,6 @@ class ResidualsBesideArrays:
     def kept(self, number: jax.Array) -> Any:
         """The value that the array stands for."""
         return self._values[number.shape[1]]
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class StaticResidual:
-    """What rides along among residuals without becoming an array: a config, sizes, flags."""
-
-    op_id: str
-    value: Any
-
-    def __hash__(self) -> int:
-        try:
-            return hash(self.value)
-        except TypeError as error:
-            raise TypeError(
-                f"kernel {self.op_id}: residuals may hold arrays and hashable values: {error}"
-            ) from error
 
 
 def materialised(cotangent: Any) -> Any:

@@ -26,8 +26,8 @@ Dim = tuple[str, ...]
 """The names in one dimension, the slowest first: `(k g)` is `("k", "g")`; `()` has no name."""
 
 LEADING = "..."
-MAPPED = "mapped"
-"""Begins the name of a dimension that `jax.vmap` added."""
+MAPPED = "mapped:"
+"""Begins the name of a dimension that `jax.vmap` added; a rule cannot have such names."""
 
 _DIM = re.compile(r"\.\.\.|\(\s*\w+(?:\s+\w+)*\s*\)|\w+")
 
@@ -152,26 +152,29 @@ class Layout:
     ) -> tuple[Shards, list[str]]:
         """The mesh axes of each dimension, and in sentences what has to be gathered.
 
-        `shardings` are the partition specs of the arrays. Where two arrays disagree the first one
-        decides.
+        `shardings` are the partition specs of the arrays, `mesh_sizes` the sizes of the mesh axes
+        that can be kept. Where two arrays disagree the first one decides.
         """
         axes: dict[str, Axes] = {}
         taken: set[str] = set()
         gathered: list[str] = []
         for name, dims, spec in zip(self.names, self.arguments, shardings, strict=True):
             for position, (dim, entry) in enumerate(zip(dims, spec, strict=False)):
-                wanted = tuple(axis for axis in _axes_of(entry) if mesh_sizes[axis] > 1)
+                wanted = axes_of_entry(entry)
                 if not wanted:
                     continue
-                found = self._shardable(dim, math.prod(mesh_sizes[axis] for axis in wanted))
+                found = None
+                if mesh_sizes.keys() >= set(wanted):
+                    found = self._shardable(dim, math.prod(mesh_sizes[axis] for axis in wanted))
                 if found is not None and axes.get(found) == wanted:
                     continue
                 if found is not None and found not in axes and not taken & set(wanted):
                     axes[found] = wanted
                     taken |= set(wanted)
                     continue
-                over = " and ".join(map(repr, wanted))
-                gathered.append(f"{name} is sharded over {over} in dimension {position}")
+                if any(mesh_sizes.get(axis) != 1 for axis in wanted):
+                    over = " and ".join(map(repr, wanted))
+                    gathered.append(f"{name} is sharded over {over} in dimension {position}")
         return Shards(axes, {name: mesh_sizes[name] for name in taken}, self.rule), gathered
 
     def _shardable(self, dim: Dim, parts: int) -> str | None:
@@ -312,7 +315,8 @@ def _sizes(dims: Sequence[tuple[Dim, ...]], shapes: Sequence[tuple[int, ...]]) -
     return sizes
 
 
-def _axes_of(entry: Any) -> Axes:
+def axes_of_entry(entry: Any) -> Axes:
+    """The mesh axes in one entry of a partition spec."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)

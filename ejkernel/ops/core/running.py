@@ -24,7 +24,7 @@ from .dispatch import defined_methods, find_method
 from .gradients import Chosen, call_with_jvp, call_with_rule, find_rule, rule_by_jax
 from .invocation import array_owners, is_inexact
 from .kernel import Kernel
-from .partition import split
+from .static_part import split
 from .supports import REFERENCE, demand_of, demanded, serving, without_demand
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import jax
 from ..utils.fingerprint import is_array
 from ..utils.serialize import is_symbolic
 from .invocation import readable
-from .partition import split
+from .static_part import split
 from .supports import IMPLEMENTATION, REFERENCE, has_reference, without_demand
 
 if TYPE_CHECKING:

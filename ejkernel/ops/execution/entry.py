@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from ..core.dispatch import defined_methods
-from ..core.partition import ARRAY, Partition, split
+from ..core.static_part import ARRAY, StaticPart, split
 from ..core.supports import IMPLEMENTATION
 from ..utils.fingerprint import is_array
 from ..utils.stable import stable_json
@@ -200,7 +200,7 @@ class Entry:
 class FixedPart:
     """What a call builds into its program: static keywords; strings and functions among data."""
 
-    rest: Partition
+    rest: StaticPart
     static: tuple[tuple[str, Any], ...]
 
     @classmethod

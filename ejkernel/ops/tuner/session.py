@@ -16,8 +16,8 @@ import numpy as np
 from ..core.invocation import BatchAxes, Invocation, array_owners, is_inexact
 from ..core.kernel import Kernel
 from ..core.limits import reasons_against_config
-from ..core.partition import Partition, split
 from ..core.running import run_unlabelled
+from ..core.static_part import StaticPart, split
 from ..core.supports import demand_of, without_demand
 from ..utils.stable import stable_json
 from .bench import CandidateError
@@ -308,7 +308,7 @@ def _random_cotangents(
     return reason
 
 
-def _call(function: Function, rest: Partition, arrays: tuple[Any, ...], *before: Any) -> Any:
+def _call(function: Function, rest: StaticPart, arrays: tuple[Any, ...], *before: Any) -> Any:
     args, kwargs = rest.merge(arrays)
     return function(*before, *args, **kwargs)
 

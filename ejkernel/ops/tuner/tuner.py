@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 import jax
 
-from ..core.partition import Partition, split
+from ..core.static_part import StaticPart, split
 from .bench import Bench, Clock, Function, LocalBench
 from .clock import Stopwatch, typical
 from .effort import Budget, Effort, effort_of
@@ -179,13 +179,13 @@ class Tuner:
         return LocalBench(arrays, self.timer, self.clock)
 
 
-def call_with(function: Function, rest: Partition, arrays: Sequence[Any]) -> Any:
+def call_with(function: Function, rest: StaticPart, arrays: Sequence[Any]) -> Any:
     """Call a function with arrays put back among its other arguments."""
     args, kwargs = rest.merge(arrays)
     return function(*args, **kwargs)
 
 
-def _flat(function: Function, rest: Partition) -> Function:
+def _flat(function: Function, rest: StaticPart) -> Function:
     return lambda *arrays: call_with(function, rest, arrays)
 
 

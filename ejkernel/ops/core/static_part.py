@@ -12,7 +12,7 @@ from ..utils.fingerprint import is_array
 
 
 @dataclasses.dataclass(frozen=True)
-class Partition:
+class StaticPart:
     """The fixed part of a pytree; `merge` puts arrays back in their places."""
 
     structure: Any
@@ -39,9 +39,9 @@ ARRAY = _Array()
 """Stands where an array belongs."""
 
 
-def split(tree: Any, is_data: Callable[[Any], bool] = is_array) -> tuple[list[Any], Partition]:
+def split(tree: Any, is_data: Callable[[Any], bool] = is_array) -> tuple[list[Any], StaticPart]:
     """The arrays (or whatever `is_data` says) of a pytree, in order, and everything else."""
     leaves, structure = jax.tree.flatten(tree)
     arrays = [leaf for leaf in leaves if is_data(leaf)]
     fixed = tuple(ARRAY if is_data(leaf) else leaf for leaf in leaves)
-    return arrays, Partition(structure, fixed)
+    return arrays, StaticPart(structure, fixed)
