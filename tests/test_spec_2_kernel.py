@@ -916,6 +916,43 @@ def test_a_rule_that_asks_is_told_which_keywords_are_differentiated():
     assert told[-1] == {"bias"}
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint, jax.vmap])
+def test_a_rule_is_told_of_its_own_call_not_of_another_one(wrap):
+    """JAX traces the forward pass of a rule once for each set of differentiated arrays."""
+
+    class Told(Kernel[Block, jax.Array]):
+        def run(self, x, *, bias, cfg):
+            return x * bias
+
+        def heuristic_cfg(self, inv):
+            return Block()
+
+        def fwd_with_residuals(self, x, *, bias, cfg):
+            return x * bias, None
+
+        def vjp(self, residuals, out, dout, x, *, bias, cfg, differentiated):
+            return dout * bias, {"bias": dout * x if "bias" in differentiated else None}
+
+    kernel, x, bias = Told(), jnp.ones(3), jnp.full(3, 2.0)
+
+    def learned(x, bias):
+        return jnp.sum(kernel(x, bias=bias))
+
+    def both(x, bias):
+        return learned(x, bias) + learned(x, jax.lax.stop_gradient(bias))
+
+    def reversed_order(x, bias):
+        return learned(x, jax.lax.stop_gradient(bias)) + learned(x, bias)
+
+    for total in (both, reversed_order):
+        dx, dbias = wrap(jax.grad(total, (0, 1)))(x, bias)
+        assert dx.tolist() == [4, 4, 4]
+        assert dbias.tolist() == [1, 1, 1]
+    for argnums in (0, 1, 0, 1):  # one after the other
+        gradient = wrap(jax.grad(learned, argnums))(x, bias)
+        assert gradient.tolist() == ([2, 2, 2], [1, 1, 1])[argnums]
+
+
 @both_forms
 def test_an_explicit_none_for_a_keyword_array_is_zero(form):
     kernel = form(biased, lambda args, kwargs, cotangents: (cotangents[0], {"bias": None}))

@@ -213,7 +213,8 @@ def _over_groups(
     """Visit the groups that have rows, first to last."""
     starts, ends = spans
     has_rows = ends > starts
-    visited = jnp.argsort(~has_rows, stable=True)
+    # Not sorted: XLA cannot serialise a program for CPU that holds a sort once it has run.
+    (visited,) = jnp.nonzero(has_rows, size=has_rows.size, fill_value=0)
 
     def visit(i: jax.Array, state: jax.Array) -> jax.Array:
         group = visited[i]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -132,6 +133,8 @@ def call_with_rule(
     label too. `advice` ends the error for whoever differentiates what the rule does not allow.
     """
 
+    residuals_beside = ResidualsBesideArrays()
+
     @jax.custom_vjp
     def differentiable(arrays: list[Any]) -> Any:
         return batched_alike(stage(primal)(*arrays), arrays)
@@ -149,11 +152,11 @@ def call_with_rule(
 
         out, kept = stage(named_when_differentiated(op_id, advice, compute))(*values)
         out = batched_alike(out, values)
-        return out, (kept, values, StaticResidual(op_id, (static[-1], differentiated)))
+        return out, (kept, values, residuals_beside.keep((static[-1], differentiated)))
 
     def backward(residuals: Any, dout: Any) -> tuple[list[Any]]:
-        kept, values, static = residuals
-        beside, differentiated = static.value
+        kept, values, number = residuals
+        beside, differentiated = residuals_beside.kept(number)
 
         def compute(kept: Any, values: Any, dout: Any) -> list[Any]:
             args, kwargs = rest.merge(values)
@@ -172,6 +175,30 @@ def call_with_rule(
     # argument that all devices share is the sum over devices, which JAX adds where the argument is
     # made to vary.
     return differentiable(reverse_mode_only(op_id, advice, vary_alike(arrays)))
+
+
+class ResidualsBesideArrays:
+    """What the forward function of a rule keeps for the backward one beside arrays: sizes, flags.
+
+    JAX may trace the forward function several times, once for each set of differentiated arrays,
+    and gives the backward function what is static among the residuals of the last time, with the
+    arrays of any. So the values stay here, and an empty array among the residuals says by its shape
+    which of them belongs to it.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[int, Any] = {}
+        self._numbers = itertools.count()  # two threads never get the same
+
+    def keep(self, value: Any) -> jax.Array:
+        """An array that stands for this value among residuals."""
+        number = next(self._numbers)
+        self._values[number] = value
+        return jnp.zeros((0, number), bool)
+
+    def kept(self, number: jax.Array) -> Any:
+        """The value that the array stands for."""
+        return self._values[number.shape[1]]
 
 
 @jax.tree_util.register_static

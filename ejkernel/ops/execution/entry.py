@@ -352,7 +352,8 @@ def _unsorted(value: Any, static: bool) -> bool:
     """True for a tracer where a static value belongs, and for a number that was traced.
 
     A traced Python number is a weakly typed scalar, or a boolean one; so may an array be, which
-    the slower path then sorts out.
+    the slower path then sorts out. With `jax.disable_jit` nothing is traced, and values are what
+    the caller gave.
     """
     if static:
         return isinstance(value, jax.core.Tracer)
@@ -361,7 +362,9 @@ def _unsorted(value: Any, static: bool) -> bool:
 
 
 def _may_be_a_number(leaf: Any) -> bool:
-    return leaf.ndim == 0 and bool(leaf.dtype == bool or getattr(leaf, "weak_type", False))
+    if not is_array(leaf) or leaf.ndim:
+        return False
+    return bool(leaf.dtype == bool or getattr(leaf, "weak_type", False))
 
 
 def holds_arrays(value: Any) -> bool:
