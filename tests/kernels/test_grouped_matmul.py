@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 
 from ejkernel import targets
 from ejkernel.kernels.grouped_matmul import (
@@ -356,3 +358,17 @@ def test_candidates_lower_in_both_directions(platform, suffix, target, dtype):
         cfg = GroupedMatmulConfig(tile, tile, tile)
         with standing_on(targets.find(target)):
             jax.jit(partial(both, cfg)).trace(*call).lower(lowering_platforms=(platform,))
+
+
+def test_a_program_that_has_run_can_be_serialised():
+    """XLA cannot do that if there is a sort in it."""
+    arguments = (jnp.ones((12, 4)), jnp.ones((3, 4, 5)), jnp.array([5, 0, 6]))
+    jax.config.update("jax_enable_compilation_cache", False)  # only what is compiled here
+    compilation_cache.reset_cache()
+    try:
+        program = jax.jit(grouped_matmul).lower(*arguments).compile()
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
+    jax.block_until_ready(program(*arguments))
+    assert serialize_executable.serialize(program)

@@ -52,6 +52,11 @@ def forward_mode(function, arrays):
         "jacfwd of jit": lambda: jax.jacfwd(jax.jit(function), len(arrays) - 1)(*arrays),
         "jvp of scan": lambda: jax.jvp(looped, arrays, tangents)[1],
         "jvp of checkpoint": lambda: jax.jvp(jax.checkpoint(function), arrays, tangents)[1],
+        "jacfwd of jacfwd": lambda: jax.jacfwd(jax.jacfwd(function))(*arrays),
+        "jvp of jvp": lambda: jax.jvp(
+            lambda *a: jax.jvp(jax.jit(function), a, tangents)[1], arrays, tangents
+        )[1],
+        "grad of jvp": lambda: jax.grad(lambda *a: jax.jvp(function, a, tangents)[1])(*arrays),
         "jvp of vmap": lambda: jax.jvp(
             lambda *a: jax.vmap(function)(*(x[None] for x in a)).sum(), arrays, tangents
         )[1],
@@ -116,6 +121,26 @@ def test_reverse_mode_is_not_affected(name):
     }
     for way in ways if name == QUICK else ("checkpoint with a policy",):
         agree(jax.jit(jax.grad(ways[way], every))(*arrays), truth, 2e-5)
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "xla"])
+def test_a_bias_is_learned_in_one_layer_and_fixed_in_another(implementation, native_library):
+    q, k, v = arrays_of("flash_attention")
+    bias = jnp.linspace(-1, 1, 24 * 12).reshape(1, 1, 24, 12)
+
+    def gradient(implementation):
+        def layer(bias):
+            out = modules.flash_attention(q, k, v, bias=bias, implementation=implementation)
+            return jnp.sum(jnp.sin(out))
+
+        def both(bias):
+            return layer(bias) + layer(jax.lax.stop_gradient(bias))
+
+        return jax.jit(jax.grad(both))(bias)
+
+    wanted = gradient("reference")
+    assert np.abs(wanted).max() > 0.01
+    agree(gradient(implementation), wanted, 2e-5)
 
 
 CANNOT = {

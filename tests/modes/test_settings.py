@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from calls import arrays_of, function_of, loss_of
 
 from ejkernel import modules
+from ejkernel.ops import Kernel
 
 SWEEP = [
     pytest.param(name, marks=[] if name in ("flash_attention", "rms_norm") else pytest.mark.long)
@@ -37,6 +39,40 @@ def test_without_jit(name, native_library):
     wanted = truth(name)
     with jax.disable_jit():
         agree(gradient(name)(*arrays_of(name)), wanted)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    rows: int = 1
+
+
+class Options(Kernel[Config, jax.Array]):
+    def run(self, x, *, cfg, mode=None, times=None, moved=None, function=None):
+        x = x if mode is None else -x
+        x = x if times is None else x * times
+        x = x if moved is None else x + moved["by"]
+        return x if function is None else function(x)
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"mode": "negative"}, -2),
+        ({"times": 3}, 6),
+        ({"times": 1.5}, 3),
+        ({"times": jnp.float32(1.5)}, 3),
+        ({"mode": True, "times": np.int32(2)}, -4),
+        ({"moved": {"by": jnp.ones(2), "name": "one"}}, 3),
+        ({"function": jnp.square}, 4),
+    ],
+    ids=str,
+)
+def test_the_first_call_of_a_kernel_may_be_without_jit(options, wanted):
+    """Which keywords are static is learned from calls: here from one where nothing is traced."""
+    kernel, x = Options(), jnp.full(2, 2.0)
+    with jax.disable_jit():
+        assert kernel(x, **options).tolist() == [wanted] * 2
+    assert kernel(x, **options).tolist() == [wanted] * 2
 
 
 @pytest.mark.parametrize("name", SWEEP)

@@ -13,6 +13,7 @@ come out ahead up to about 4096 features and level beyond.
 
 Example:
     >>> import jax.numpy as jnp
+import numpy as np
     >>> from .options import LossOptions
     >>> hidden, weight, labels = jnp.zeros((8, 4)), jnp.zeros((4, 16)), jnp.arange(8)
     >>> options = LossOptions()
@@ -34,7 +35,7 @@ from jax.experimental.pallas import tpu as pltpu
 from .options import LossOptions
 
 # Finite, because -inf - -inf is NaN; its exponential is exactly zero all the same.
-_MASKED = float(jnp.finfo(jnp.float32).min)
+_MASKED = float(np.finfo(np.float32).min)
 
 
 def losses(

@@ -176,7 +176,7 @@ class _Softmax(NamedTuple):
         most, most_of_all = (jnp.max, lax.pmax) if options.factor > 0 else (jnp.min, lax.pmin)
         best = most(unscaled, axis=-1, keepdims=True)
         if options.vocab_axes:
-            best = most_of_all(best, options.vocab_axes)
+            best = most_of_all(best, options.vocab_axes)  # type: ignore[no-untyped-call]
         exponentials = jnp.exp(options.scaled(unscaled - best))
         total = options.over_vocabulary(jnp.sum(exponentials, axis=-1, keepdims=True))
         lse = options.scaled(best) + jnp.log(total)

@@ -7,15 +7,16 @@ yet.
 
 from __future__ import annotations
 
-import jax.numpy as jnp
-from jax.typing import DTypeLike
+from typing import Any
+
+import numpy as np
 
 
-def hidden_score(dtype: DTypeLike = jnp.float32) -> float:
-    """The score of a key that is not seen."""
-    return float(jnp.finfo(dtype).min)
+def hidden_score(dtype: Any = np.float32) -> float:
+    """The score of a key that is not seen; `dtype` is that of the sums."""
+    return float(np.finfo(dtype).min)
 
 
-def lowest_maximum(dtype: DTypeLike = jnp.float32) -> float:
+def lowest_maximum(dtype: Any = np.float32) -> float:
     """What the maximum of a row starts with."""
     return hidden_score(dtype) / 2

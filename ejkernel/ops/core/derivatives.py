@@ -102,7 +102,8 @@ def _checked_when_transposed(tangent: Any, check: Callable[[], None]) -> Any:
 
 # `_watched` stands before every argument of a rule. The tangent of such an argument goes through
 # `_tangent`, which can be transposed, as reverse mode does, and raises when it is computed,
-# batched, lowered or differentiated, as forward mode does.
+# batched, lowered or differentiated, as forward mode does. It takes the argument too, because
+# tangents may be constants: then it is the argument that forward mode differentiates once more.
 _watched = identity_primitive("ejkernel_watched")
 _tangent = new_primitive("ejkernel_tangent")
 
@@ -110,7 +111,7 @@ _tangent = new_primitive("ejkernel_tangent")
 def _watched_jvp(primals: tuple[Any], tangents: tuple[Any], *, message: str) -> tuple[Any, Any]:
     (tangent,) = tangents
     if not isinstance(tangent, ad.Zero):
-        tangent = _tangent.bind(tangent, message=message)
+        tangent = _tangent.bind(tangent, primals[0], message=message)
     # What is left of the primal may be differentiated again: by then the rule has been applied, and
     # its pieces speak for themselves (`jax.hessian` is forward mode over a gradient).
     return primals[0], tangent
@@ -122,11 +123,11 @@ def _refuse(*_: Any, message: str, **__: Any) -> Any:
 
 ad.primitive_jvps[_watched] = _watched_jvp
 _tangent.def_impl(_refuse)
-_tangent.def_abstract_eval(lambda x, **_: x)
+_tangent.def_abstract_eval(lambda tangent, _, **__: tangent)
 mlir.register_lowering(_tangent, _refuse)
 batching.primitive_batchers[_tangent] = _refuse
 ad.primitive_jvps[_tangent] = _refuse
-ad.primitive_transposes[_tangent] = lambda cotangent, _, **__: [cotangent]
+ad.primitive_transposes[_tangent] = lambda cotangent, *_, **__: [cotangent, None]
 
 
 # --- reverse mode, once more ---------------------------------------------------------------------
