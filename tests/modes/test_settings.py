@@ -65,7 +65,7 @@ class Options(Kernel[Config, jax.Array]):
         ({"moved": {"by": jnp.ones(2), "name": "one"}}, 3),
         ({"function": jnp.square}, 4),
     ],
-    ids=str,
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )
 def test_the_first_call_of_a_kernel_may_be_without_jit(options, wanted):
     """Which keywords are static is learned from calls: here from one where nothing is traced."""
