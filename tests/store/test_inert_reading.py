@@ -244,6 +244,33 @@ def test_a_stored_time_that_no_clock_has_said_is_measured_again(stored, tmp_path
     assert selector.known_or_tuned(inv, kernel).cfg in (Tile(1), Tile(2))
 
 
+def test_a_ranking_that_repeats_itself_and_has_hostile_names(tmp_path, monkeypatch):
+    class Twice(Kernel[Tile, jax.Array]):
+        def run(self, x, *, cfg):
+            return x * 2 + cfg.rows * 0
+
+        def candidate_cfgs(self, inv):
+            return [Tile(1), Tile(2), Tile(3)]
+
+    kernel = Twice("inert_ranking")
+    inv = kernel.bind(X)
+    about = {
+        "estimated": True,
+        "target": "\x1b[31m\n",
+        "ranked": [{"config": {"rows": 2}}] * 50,
+        "refused": [{"config": {"rows": 3}, "reason": "\x1b[31m"}],
+    }
+    entry = {"key": inv.key, "config": {"rows": 2}, "config_type": "", "about": about}
+    Bundle([entry]).save(tmp_path / "ranked.json")
+    monkeypatch.setenv("EJKERNEL_CONFIG_PATH", str(tmp_path / "ranked.json"))
+    reload_bundles()
+    selector = ConfigSelectorChain(ConfigCache(), tuner=Tuner(1, 2))
+    outcome = selector.known_or_tuned(inv, kernel).about
+    assert sorted(trial.cfg.rows for trial in outcome.trials) == [1, 2, 3]
+    assert str(outcome).replace("\n", "").isprintable()
+    assert "estimated for \\x1b[31m ," in outcome.summary()
+
+
 def test_the_reason_of_a_stored_failure_is_shown_and_not_obeyed():
     record = {"config": {"rows": 1}, "verdict": "failed", "reason": "two\nlines\x1b[31m\u202e"}
     (trial,) = known_trials([Tile(1)], [record]).values()
