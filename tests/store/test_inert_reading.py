@@ -29,13 +29,16 @@ from ejkernel.ops import (
     Kernel,
     NearShapes,
     PersistentCache,
+    Tuner,
     export_bundle,
     from_json,
     import_bundle,
     to_json,
     verify_bundle,
 )
+from ejkernel.ops.config.freshness import made_by
 from ejkernel.ops.config.stored import reload_bundles
+from ejkernel.ops.tuner.outcome import known_trials
 from ejkernel.ops.utils.serialize import declare_type, qualified_name
 from ejkernel.report import NotARun, Run
 from ejkernel.store import Bundle, BundleError
@@ -207,6 +210,71 @@ def test_what_is_declared_comes_back():
     back = from_json(to_json(config), Config)
     assert dataclasses.replace(back, free=None) == dataclasses.replace(config, free=None)
     assert back.free == [1, {"a": 2.5}]
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        *({"samples_ns": [5, ns]} for ns in (0, -5, 10**400, "5", None, True, [])),
+        *({"samples_ns": [float(ns)]} for ns in ("inf", "nan", "1e300", "1e-300")),
+        *({"seconds": seconds} for seconds in (-1.0, float("nan"), float("inf"), 1e300, 1e-320)),
+    ],
+    ids=lambda stored: repr(stored)[:30],
+)
+def test_a_stored_time_that_no_clock_has_said_is_measured_again(stored, tmp_path):
+    class Twice(Kernel[Tile, jax.Array]):
+        def run(self, x, *, cfg):
+            return x * 2 + cfg.rows * 0
+
+        def candidate_cfgs(self, inv):
+            return [Tile(1), Tile(2)]
+
+    kernel = Twice("inert_times")
+    inv = kernel.bind(X)
+    trials = [
+        {"config": {"rows": rows}, "verdict": "measured", "seconds": 1e-6, "samples_ns": [1000] * 5}
+        for rows in (1, 2)
+    ]
+    about = {**made_by(inv, kernel), "measured": "forward", "incomplete": "it was stopped"}
+    store = PersistentCache(tmp_path)
+    about = {**about, "trials": [{**trials[0], **stored}, trials[1]]}
+    store.put_plain(inv.key, {"rows": 1}, qualified_name(Tile), about=about)
+    assert len(known_trials([Tile(1), Tile(2)], store.trials(inv.key))) == 1
+    selector = ConfigSelectorChain(ConfigCache(), persistent=store, tuner=Tuner(1, 2))
+    assert selector.known_or_tuned(inv, kernel).cfg in (Tile(1), Tile(2))
+
+
+def test_a_ranking_that_repeats_itself_and_has_hostile_names(tmp_path, monkeypatch):
+    class Twice(Kernel[Tile, jax.Array]):
+        def run(self, x, *, cfg):
+            return x * 2 + cfg.rows * 0
+
+        def candidate_cfgs(self, inv):
+            return [Tile(1), Tile(2), Tile(3)]
+
+    kernel = Twice("inert_ranking")
+    inv = kernel.bind(X)
+    about = {
+        "estimated": True,
+        "target": "\x1b[31m\n",
+        "ranked": [{"config": {"rows": 2}}] * 50,
+        "refused": [{"config": {"rows": 3}, "reason": "\x1b[31m"}],
+    }
+    entry = {"key": inv.key, "config": {"rows": 2}, "config_type": "", "about": about}
+    Bundle([entry]).save(tmp_path / "ranked.json")
+    monkeypatch.setenv("EJKERNEL_CONFIG_PATH", str(tmp_path / "ranked.json"))
+    reload_bundles()
+    selector = ConfigSelectorChain(ConfigCache(), tuner=Tuner(1, 2))
+    outcome = selector.known_or_tuned(inv, kernel).about
+    assert sorted(trial.cfg.rows for trial in outcome.trials) == [1, 2, 3]
+    assert str(outcome).replace("\n", "").isprintable()
+    assert "estimated for \\x1b[31m ," in outcome.summary()
+
+
+def test_the_reason_of_a_stored_failure_is_shown_and_not_obeyed():
+    record = {"config": {"rows": 1}, "verdict": "failed", "reason": "two\nlines\x1b[31m\u202e"}
+    (trial,) = known_trials([Tile(1)], [record]).values()
+    assert trial.reason == "two\nlines\\x1b[31m\\u202e"
 
 
 @pytest.mark.parametrize("error", [KeyError("rows"), ZeroDivisionError(), AssertionError("no")])

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ...markup import one_line
 from ..core.types import ConfigKey
 from ..utils.serialize import from_plain
 from .freshness import State, judge
@@ -57,8 +58,8 @@ def _read(about: Mapping[str, Any], where: str) -> Ranked | None:
     try:
         return Ranked(
             tuple(item["config"] for item in best),
-            tuple((item["config"], str(item["reason"])) for item in refused),
-            str(about.get("target", "?")),
+            tuple((item["config"], one_line(item["reason"])) for item in refused),
+            one_line(about.get("target", "?")),
             where,
         )
     except (KeyError, TypeError):

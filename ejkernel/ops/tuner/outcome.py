@@ -7,6 +7,7 @@ import enum
 from collections.abc import Iterable, Mapping
 from typing import Any, Generic
 
+from ...markup import printable
 from ..core.types import Cfg
 from ..utils.display import Displayed, Shown
 from ..utils.serialize import to_plain
@@ -160,12 +161,26 @@ def known_trials(
             continue
         try:
             verdict = Verdict(record["verdict"])
-            samples = tuple(int(ns) * 1e-9 for ns in record.get("samples_ns", ()))
-            seconds = record.get("seconds")
-            trial = Trial(cfg, verdict, seconds, samples, str(record.get("reason", "")))
-        except (KeyError, ValueError, TypeError):
+            seconds, samples_ns = record.get("seconds"), record.get("samples_ns", ())
+            if not all(_is_time(ns) for ns in samples_ns) or not (
+                seconds is None or _is_time(seconds * 1e9)
+            ):
+                continue
+            samples = tuple(int(ns) * 1e-9 for ns in samples_ns)
+            reason = printable(str(record.get("reason", "")), keep="\n")
+            trial = Trial(cfg, verdict, seconds, samples, reason)
+        except (KeyError, ValueError, TypeError, OverflowError):
             continue  # measured again instead
         if verdict is Verdict.NOT_TRIED or (verdict is Verdict.MEASURED and not seconds):
             continue
         found[stable_json(cfg)] = trial
     return found
+
+
+def _is_time(nanoseconds: Any) -> bool:
+    """True if a clock can have said so: a store may hold any number, and a race takes logarithms.
+
+    >>> _is_time(1200), _is_time(0), _is_time(-5), _is_time(float("inf")), _is_time(True)
+    (True, False, False, False, False)
+    """
+    return type(nanoseconds) in (int, float) and 1 <= nanoseconds < 1e21

@@ -78,7 +78,8 @@ def prune(
 def _plan(said: Pruned, candidates: list[Any], favourite: Any) -> Plan:
     left = {stable_json(cfg): cfg for cfg in candidates}
     spared = None if favourite is None else stable_json(favourite)
-    order = [key for cfg in said.best if (key := stable_json(cfg)) in left]
+    # Each once, whatever a bundle repeats.
+    order = list(dict.fromkeys(key for cfg in said.best if (key := stable_json(cfg)) in left))
     refused = {stable_json(cfg): reason for cfg, reason in said.refused}
     trials: dict[str, Trial[Any]] = {}
     for key, cfg in left.items():
