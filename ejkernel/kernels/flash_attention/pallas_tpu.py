@@ -11,8 +11,8 @@ The mathematics is that of :mod:`.xla`. How it is laid out:
   triangle or the window makes it; steps outside fetch nothing new and compute nothing.
 * Lengths and the smallest and largest segment of each block are prefetched as scalars, so tiles
   beyond a length, or of other segments, are skipped as well.
-* Tiles that positions, lengths and segments leave whole are computed without comparing anything, and
-  without regard to numbers that are not finite: whoever is there sees them.
+* Tiles that positions, lengths and segments leave whole are computed without comparing anything,
+  and without regard to numbers that are not finite: whoever is there sees them.
 * The shift and delta of queries are rows, `(1, block_q)`: as columns they would take a whole lane
   register per number. The kernel for dk and dv works on transposed tiles, which want rows; the
   other two turn a block around once per query block.
