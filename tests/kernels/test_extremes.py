@@ -117,7 +117,7 @@ def test_numbers_far_out(operation: str, option: str, value: float) -> None:
 def test_a_cap_that_leaves_no_digits_of_a_score(operation: str) -> None:
     args, options, _ = CALLS[operation]()
     for cap in (3e38, 1e-39):
-        with pytest.raises(ValueError, match="logits_soft_cap.*scores are divided by it"):
+        with pytest.raises(ValueError, match=r"logits_soft_cap.*scores are divided by it"):
             getattr(modules, operation)(*args, **options, logits_soft_cap=cap)
 
 

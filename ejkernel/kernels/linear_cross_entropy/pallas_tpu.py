@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -34,7 +35,7 @@ from jax.experimental.pallas import tpu as pltpu
 from .options import LossOptions
 
 # Finite, because -inf - -inf is NaN; its exponential is exactly zero all the same.
-_MASKED = float(jnp.finfo(jnp.float32).min)
+_MASKED = float(np.finfo(np.float32).min)
 
 
 def losses(

@@ -173,10 +173,9 @@ class _Softmax(NamedTuple):
 
     @staticmethod
     def of(unscaled: jax.Array, options: LossOptions) -> _Softmax:
-        most, most_of_all = (jnp.max, lax.pmax) if options.factor > 0 else (jnp.min, lax.pmin)
-        best = most(unscaled, axis=-1, keepdims=True)
-        if options.vocab_axes:
-            best = most_of_all(best, options.vocab_axes)
+        sign = 1.0 if options.factor > 0 else -1.0
+        best = jnp.max(sign * unscaled, axis=-1, keepdims=True)
+        best = sign * (lax.pmax(best, options.vocab_axes) if options.vocab_axes else best)
         exponentials = jnp.exp(options.scaled(unscaled - best))
         total = options.over_vocabulary(jnp.sum(exponentials, axis=-1, keepdims=True))
         lse = options.scaled(best) + jnp.log(total)

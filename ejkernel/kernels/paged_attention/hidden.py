@@ -7,15 +7,15 @@ yet.
 
 from __future__ import annotations
 
-import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 
-def hidden_score(dtype: DTypeLike = jnp.float32) -> float:
+def hidden_score(dtype: DTypeLike = np.float32) -> float:
     """The score of a key that is not seen."""
-    return float(jnp.finfo(dtype).min)
+    return float(np.finfo(np.dtype(dtype)).min)
 
 
-def lowest_maximum(dtype: DTypeLike = jnp.float32) -> float:
+def lowest_maximum(dtype: DTypeLike = np.float32) -> float:
     """What the maximum of a row starts with."""
     return hidden_score(dtype) / 2
