@@ -75,6 +75,23 @@ def test_the_first_call_of_a_kernel_may_be_without_jit(options, wanted):
     assert kernel(x, **options).tolist() == [wanted] * 2
 
 
+@pytest.mark.parametrize("scalar", [jnp.asarray(True), jnp.asarray(2.0)], ids=str)
+def test_the_first_call_of_a_kernel_may_hold_an_array_that_looks_like_a_number(scalar):
+    """Beside a keyword that turns out to be static."""
+    assert Options()(jnp.ones(2), mode="negative", times=scalar).tolist() == [-float(scalar)] * 2
+
+
+def test_a_call_that_failed_because_another_thread_was_learning_is_served():
+    kernel, x, options = Options(), jnp.ones(2), {"mode": "negative"}
+    (entry,) = kernel._entries.values()
+    before = entry.keyword
+    with pytest.raises(TypeError) as caught:
+        before(x, **options)
+    kernel(x, **options)  # the other thread
+    assert entry.keyword != before
+    assert entry.after_error(caught.value, before, (x,), options).tolist() == [-1, -1]
+
+
 @pytest.mark.parametrize("name", SWEEP)
 def test_nothing_of_a_clean_call_is_nan_on_the_way(name, native_library):
     with jax.debug_nans(True), jax.debug_infs(False):

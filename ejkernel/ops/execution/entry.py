@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import threading
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,16 @@ class Entry:
     serves the call, or raises the clearest error there is.
     """
 
-    __slots__ = ("_executor", "_for_fixed", "_for_static", "_static", "kernel", "keyword", "plain")
+    __slots__ = (
+        "_executor",
+        "_for_fixed",
+        "_for_static",
+        "_learning",
+        "_static",
+        "kernel",
+        "keyword",
+        "plain",
+    )
 
     def __init__(self, kernel: Kernel[Any, Any], executor: Callable[[], Executor | None]) -> None:
         self.kernel = kernel
@@ -53,6 +63,7 @@ class Entry:
         self._for_static = functools.lru_cache(MAX_JITTED)(self._jitted_for)
         self._for_fixed = functools.lru_cache(MAX_JITTED)(self._jitted_with)
         self._static = frozenset({"cfg", IMPLEMENTATION, *static_keywords(type(kernel))})
+        self._learning = threading.Lock()
 
         def call(*args: Any) -> Any:
             return self._trace(args, {})
@@ -72,10 +83,11 @@ class Entry:
         plain = self.plain
 
         def call(*args: Any, **kwargs: Any) -> Any:  # `self.call`, without the way through `self`
+            called = self.keyword if kwargs else plain
             try:
-                return self.keyword(*args, **kwargs) if kwargs else plain(*args)
+                return called(*args, **kwargs)
             except Exception as error:  # noqa: BLE001  raised again, or explained, there
-                return self.after_error(error, args, kwargs)
+                return self.after_error(error, called, args, kwargs)
 
         return call
 
@@ -98,24 +110,27 @@ class Entry:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call as a kernel is called."""
+        called = self.keyword if kwargs else self.plain
         try:
-            return self.keyword(*args, **kwargs) if kwargs else self.plain(*args)
+            return called(*args, **kwargs)
         except Exception as error:  # noqa: BLE001  raised again, or explained, there
-            return self.after_error(error, args, kwargs)
+            return self.after_error(error, called, args, kwargs)
 
     def sorted_by_value(self, *args: Any, **kwargs: Any) -> Any:
         """Call with keywords: those that hold arrays are traced, the others are static."""
         static = frozenset(name for name, value in kwargs.items() if not holds_arrays(value))
         return self._for_static(static)(*args, **kwargs)
 
-    def _learn(self, kwargs: dict[str, Any]) -> None:
+    def _learn(self, kwargs: dict[str, Any]) -> Any:
         """Make `keyword` fit this call, if one set of static names can fit all calls so far."""
         static = {name for name, value in kwargs.items() if not holds_arrays(value)}
-        if self._static & (kwargs.keys() - static):
-            self.keyword = self.sorted_by_value  # an array today, a number yesterday
-        elif not static <= self._static:
-            self._static = self._static | static
-            self.keyword = self._jitted_for(self._static, learned=True)
+        with self._learning:
+            if self._static & (kwargs.keys() - static):
+                self.keyword = self.sorted_by_value  # an array today, a number yesterday
+            elif not static <= self._static:
+                self._static = self._static | static
+                self.keyword = self._jitted_for(self._static, learned=True)
+            return self.keyword
 
     def _jitted_for(self, static: frozenset[str], learned: bool = False) -> Any:
         # A keyword may be called "args"; nobody calls one like this.
@@ -143,20 +158,22 @@ class Entry:
     def after_error(
         self,
         error: Exception,
+        called: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Serve a call that the fast path could not take, or raise the clearest error there is."""
+        """Serve a call that the fast path could not take, or raise the clearest error there is.
+
+        `called` is what raised it. `keyword` may have learned since, in another thread.
+        """
         if not isinstance(error, (TypeError, ValueError, Unsorted)):
             raise error
-        before = self.keyword
-        self._learn(kwargs)
-        if self.keyword != before:
+        if kwargs and (fitting := self._learn(kwargs)) != called:
             try:
-                return self.keyword(*args, **kwargs)
-            except (TypeError, ValueError) as another:
+                return fitting(*args, **kwargs)
+            except (TypeError, ValueError, Unsorted) as another:
                 error = another
-        elif isinstance(error, Unsorted):  # an array that looks like a number
+        if isinstance(error, Unsorted):  # an array that looks like a number
             return self.sorted_by_value(*args, **kwargs)
         if "cfg" in kwargs and not _is_hashable(kwargs["cfg"]):
             self.kernel.check_config(kwargs["cfg"])  # by type: stable_json may not know a value

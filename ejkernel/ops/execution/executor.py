@@ -85,14 +85,15 @@ class Executor:
 
     def __call__(self, kernel: Kernel[Any, O], /, *args: Any, **kwargs: Any) -> O:
         """Select a config and run; `cfg=` fixes it, other keywords go to the kernel."""
+        called = None
         try:
-            if kwargs:
-                return kernel._entries[self._key].keyword(*args, **kwargs)  # type: ignore[no-any-return]
-            return kernel._entries[self._key].plain(*args)  # type: ignore[no-any-return]
+            entry = kernel._entries[self._key]
+            called = entry.keyword if kwargs else entry.plain
+            return called(*args, **kwargs)  # type: ignore[no-any-return]
         except Exception as error:  # noqa: BLE001  raised again, or explained, there
             if not isinstance(kernel, Kernel):
                 raise _not_a_kernel(kernel) from None
-            return kernel._entries[self._key].after_error(error, args, kwargs)  # type: ignore[no-any-return]
+            return kernel._entries[self._key].after_error(error, called, args, kwargs)  # type: ignore[no-any-return]
 
     def choose_config(self, kernel: Kernel[C, Any], /, *args: Any, **kwargs: Any) -> C:
         """The config that a call with these arguments runs with (it may tune, like the call)."""
