@@ -37,6 +37,7 @@ from ejkernel.ops import (
     verify_bundle,
 )
 from ejkernel.ops.config.freshness import made_by
+from ejkernel.ops.config.selection import Sources
 from ejkernel.ops.config.stored import reload_bundles
 from ejkernel.ops.tuner.outcome import known_trials
 from ejkernel.ops.utils.serialize import declare_type, qualified_name
@@ -241,7 +242,7 @@ def test_a_stored_time_that_no_clock_has_said_is_measured_again(stored, tmp_path
     store.put_plain(inv.key, {"rows": 1}, qualified_name(Tile), about=about)
     assert len(known_trials([Tile(1), Tile(2)], store.trials(inv.key))) == 1
     selector = ConfigSelectorChain(ConfigCache(), persistent=store, tuner=Tuner(1, 2))
-    assert selector.known_or_tuned(inv, kernel).cfg in (Tile(1), Tile(2))
+    assert selector.answer(inv, kernel, Sources.MEASURED).cfg in (Tile(1), Tile(2))
 
 
 def test_a_ranking_that_repeats_itself_and_has_hostile_names(tmp_path, monkeypatch):
@@ -265,7 +266,7 @@ def test_a_ranking_that_repeats_itself_and_has_hostile_names(tmp_path, monkeypat
     monkeypatch.setenv("EJKERNEL_CONFIG_PATH", str(tmp_path / "ranked.json"))
     reload_bundles()
     selector = ConfigSelectorChain(ConfigCache(), tuner=Tuner(1, 2))
-    outcome = selector.known_or_tuned(inv, kernel).about
+    outcome = selector.answer(inv, kernel, Sources.MEASURED).about
     assert sorted(trial.cfg.rows for trial in outcome.trials) == [1, 2, 3]
     assert str(outcome).replace("\n", "").isprintable()
     assert "estimated for \\x1b[31m ," in outcome.summary()

@@ -13,7 +13,6 @@ come out ahead up to about 4096 features and level beyond.
 
 Example:
     >>> import jax.numpy as jnp
-import numpy as np
     >>> from .options import LossOptions
     >>> hidden, weight, labels = jnp.zeros((8, 4)), jnp.zeros((4, 16)), jnp.arange(8)
     >>> options = LossOptions()

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
 from ...store import FolderLocation, Store, StoreUnavailable, locate
+from ...store.notices import Notices
 from ..core.types import ConfigKey
 from ..utils import environment
 from ..utils.serialize import (
@@ -35,9 +36,26 @@ def default_path() -> pathlib.Path:
         raise StoreUnavailable(str(error)) from None
 
 
-def rebuild(entry: Mapping[str, Any], config_type: Any = None) -> Any:
-    """The config of an entry of a store or a bundle, as `config_type`, else as its own class."""
-    return from_plain(entry["config"], config_type or config_type_named(entry["config_type"]))
+_notices = Notices()
+
+
+def rebuild_or_warn(
+    entry: Mapping[str, Any], config_type: Any = None, notices: Notices = _notices
+) -> Any:
+    """The config of an entry of a store or a bundle; None, with a warning, if it cannot be built.
+
+    Without a `config_type` it is the class it was written from, if this process knows that as one
+    of configs, else plain data.
+    """
+    try:
+        return from_plain(entry["config"], config_type or config_type_named(entry["config_type"]))
+    except Exception as error:  # noqa: BLE001  a class may check its fields as it likes
+        notices.once(
+            f"config {entry['key']}",
+            f"the stored config of {entry['key']} no longer fits its class and is not used: "
+            f"{error}",
+        )
+        return None
 
 
 class PersistentCache:
@@ -165,15 +183,7 @@ class PersistentCache:
         Without a type it is the class it was written from, if this process knows that as one of
         configs (see `get`), else plain data.
         """
-        try:
-            return rebuild(entry, config_type)
-        except Exception as error:  # noqa: BLE001  a class may check its fields as it likes
-            self._store.notices.once(
-                f"config {entry['key']}",
-                f"the stored config of {entry['key']} no longer fits its class and is not used: "
-                f"{error}",
-            )
-            return None
+        return rebuild_or_warn(entry, config_type, self._store.notices)
 
     def keys(self) -> list[Any]:
         """The keys of all entries, the oldest first."""

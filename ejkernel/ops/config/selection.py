@@ -21,7 +21,7 @@ from .decision import Decision, Passed
 from .freshness import State, can_be_continued, judge, made_by
 from .miss import Miss
 from .near import NearTier
-from .persistent import PersistentCache, rebuild
+from .persistent import PersistentCache, rebuild_or_warn
 from .policy import (
     AutotunePolicy,
     asked_call,
@@ -282,7 +282,9 @@ class ConfigSelectorChain:
             if entry is None or entry["about"].get("estimated"):
                 continue
             if kernel is None or judge(entry["about"], kernel, key).state is not State.STALE:
-                return rebuild(entry, kernel.config_type if kernel else None)
+                cfg = rebuild_or_warn(entry, kernel.config_type if kernel else None)
+                if cfg is not None:
+                    return cfg
         return None
 
     def _kept(self, request: Request) -> list[Tier]:
