@@ -436,6 +436,25 @@ def test_numbers_of_numpy_are_numbers_of_python_when_a_kernel_runs(kernel):
     assert type(cfg.block) is np.int8  # the caller's own stays as it is
 
 
+def test_a_number_of_numpy_that_the_annotation_asks_for_stays_one():
+    seen = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Scale:
+        factor: np.float32 = np.float32(2)  # noqa: RUF009
+        sizes: tuple[int, ...] = (np.int8(1),)
+
+    class Scaled(Kernel[Scale, jax.Array]):
+        def run(self, x, *, cfg):
+            seen.append((type(cfg.factor), type(cfg.sizes[0])))
+            return x * cfg.factor
+
+    kernel = Scaled("scaled")
+    assert kernel(X)[1] == 2
+    assert kernel(X, cfg=Scale(np.float32(3)))[1] == 3
+    assert seen == [(np.float32, int)] * 2
+
+
 def test_an_integer_that_no_float_holds_is_refused_as_any_other(kernel, caplog):
     for value in (10**400, -(10**400), 10**5000):  # the last one not even as text
         with pytest.raises(ValueError, match=r"sums@v1: .* block=\S.* must be a power of two"):

@@ -109,17 +109,22 @@ def _check_parent(folder: pathlib.Path) -> None:
 
 
 def reason_against_parent(folder: pathlib.Path, *, shared: bool = True) -> str | None:
-    """Why the folder above a folder makes that useless: its owner can replace what is in it.
+    """Why the folders above a folder make that useless: somebody can replace what is in them.
 
-    The sticky bit binds everyone but the owner. One in which not everyone may write is fine if it
-    may be `shared` with a group.
+    That is who made a link on the way, and the owner of the folder right above: the sticky bit
+    binds everyone else. One in which not everyone may write is fine if it may be `shared` with a
+    group.
     """
-    parent = next((p for p in folder.absolute().parents if os.path.isdir(p)), None)
+    parents = folder.absolute().parents
+    parent = next((p for p in parents if os.path.isdir(p)), None)
     if parent is None or not hasattr(os, "geteuid"):
         return None
-    status, link = os.stat(parent), os.lstat(parent)
-    if stat.S_ISLNK(link.st_mode) and not ours(link):
-        return f"the folder {parent} above it is a link made by {user(link.st_uid)}"
+    for place in parents:
+        with contextlib.suppress(OSError):  # it is not there yet
+            link = os.lstat(place)
+            if stat.S_ISLNK(link.st_mode) and not ours(link):
+                return f"the folder {place} above it is a link made by {user(link.st_uid)}"
+    status = os.stat(parent)
     if ours(status) or (shared and not status.st_mode & stat.S_IWOTH):
         return None
     everyone = " and everyone may write in it" if status.st_mode & stat.S_IWOTH else ""

@@ -97,6 +97,11 @@ SITUATIONS = {
         place.symlink_to(cache / "real"),
         os.lchown(place, ALICE, ALICE),
     ),
+    "a link of somebody else two folders above": lambda cache, place: (
+        cache.parent.rename(cache.parent.with_name("real")),
+        cache.parent.symlink_to("real"),
+        os.lchown(cache.parent, ALICE, ALICE),
+    ),
     "a link of ours to a folder of somebody else": lambda cache, place: (
         place.rename(cache / "real"),
         place.symlink_to(cache / "real"),
@@ -107,7 +112,7 @@ SITUATIONS = {
 
 @pytest.mark.parametrize("situation", SITUATIONS.values(), ids=SITUATIONS)
 def test_a_foreign_folder_is_refused(situation, tmp_path):
-    cache = tmp_path / "cache"
+    cache = tmp_path / "above" / "cache"
     with PrivateFolder.open(cache / "place", create=True) as folder:
         folder.write("mine", b"1")
         assert folder.read("mine") == b"1"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...store.reading import shown
-from ..utils.serialize import field_paths, is_symbolic, reasons_against_type
+from ..utils.serialize import field_paths, field_types, is_symbolic, reasons_against_type
 from .supports import IMPLEMENTATION, demanded, reasons_against, serving
 
 if TYPE_CHECKING:
@@ -139,25 +139,34 @@ def field_reasons(cfg: Any) -> list[str]:
     return reasons_against_type(cfg, type(cfg)) if dataclasses.is_dataclass(cfg) else []
 
 
-def with_plain_numbers(value: Any) -> Any:
-    """A config in which the numbers of NumPy are Python's, which neither wrap nor lack methods."""
-    if isinstance(value, (np.integer, np.floating, np.bool_)):
-        return value.item()
-    if type(value) is tuple:
-        numbers = tuple(map(with_plain_numbers, value))
-        return value if all(a is b for a, b in zip(numbers, value, strict=True)) else numbers
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return value
+def with_plain_numbers(cfg: Any) -> Any:
+    """A config in which the numbers of NumPy are Python's, which neither wrap nor lack methods.
+
+    Where the annotation of a field asks for one of NumPy, it stays.
+    """
+    if not dataclasses.is_dataclass(cfg) or isinstance(cfg, type):
+        return cfg
+    hints = field_types(type(cfg))
     changed = {
-        field.name: number
-        for field in dataclasses.fields(value)
-        if (number := with_plain_numbers(item := getattr(value, field.name, None))) is not item
+        field.name: plain
+        for field in dataclasses.fields(cfg)
+        if (plain := _plain(item := getattr(cfg, field.name, None))) is not item
+        and not reasons_against_type(plain, hints.get(field.name, Any))
     }
     if changed:
-        value = copy.copy(value)
-        for name, number in changed.items():
-            object.__setattr__(value, name, number)  # it may be frozen
-    return value
+        cfg = copy.copy(cfg)
+        for name, plain in changed.items():
+            object.__setattr__(cfg, name, plain)  # it may be frozen
+    return cfg
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (np.integer, np.floating, np.bool_)):
+        return value.item()
+    if type(value) is not tuple:
+        return with_plain_numbers(value)
+    items = tuple(map(_plain, value))
+    return value if all(a is b for a, b in zip(items, value, strict=True)) else items
 
 
 def limit_reasons(

@@ -114,7 +114,7 @@ def to_plain(value: Any, declared: Any = Any, path: str = "value") -> Any:
 
 
 def _dataclass_to_plain(value: Any, declared: Any, path: str) -> dict[str, Any]:
-    hints: dict[str, Any] = _field_types(type(value))  # type: ignore[arg-type]
+    hints: dict[str, Any] = field_types(type(value))  # type: ignore[arg-type]
     plain = {
         field.name: to_plain(getattr(value, field.name), hints[field.name], f"{path}.{field.name}")
         for field in dataclasses.fields(value)
@@ -312,7 +312,7 @@ def _dataclass_from_plain(plain: Any, declared: Any, path: str) -> Any:
     ]
     if missing:
         raise TypeError(f"{path}: the field {', '.join(map(repr, missing))} is missing")
-    hints = _field_types(cls)
+    hints = field_types(cls)
     bound = dict(zip(getattr(cls, "__parameters__", ()), typing.get_args(declared), strict=False))
     return cls(
         **{
@@ -392,7 +392,7 @@ def config_type_named(name: str) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _field_types(cls: Any) -> dict[str, Any]:
+def field_types(cls: Any) -> dict[str, Any]:
     """Resolved annotations; one that cannot be resolved (a local name) counts as `Any`."""
     try:
         return typing.get_type_hints(cls)
@@ -477,14 +477,14 @@ def field_paths(cls: Any) -> list[str]:
     found = []
     for field in dataclasses.fields(cls):
         found.append(field.name)
-        for option in _union_options(_field_types(cls)[field.name]):
+        for option in _union_options(field_types(cls)[field.name]):
             if dataclasses.is_dataclass(option):
                 found += [f"{field.name}.{path}" for path in field_paths(option)]
     return found
 
 
 def _reasons_against_fields(value: Any, path: str) -> list[str]:
-    hints = _field_types(type(value))  # type: ignore[arg-type]
+    hints = field_types(type(value))  # type: ignore[arg-type]
     return [
         reason
         for field in dataclasses.fields(value)
