@@ -10,17 +10,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tests.settings.examples import EXAMPLES
 
-# JAX hides an explicit axis inside of the `vmap` over it, and refuses some reshapes and gathers.
-REFUSED = ()
 CASES = [
-    pytest.param(
-        example,
-        kind,
-        id=f"{example}-{kind.name.lower()}",
-        marks=[pytest.mark.xfail(reason="ShardingTypeError of JAX", strict=True)]
-        if kind is AxisType.Explicit and example.operation in REFUSED
-        else [],
-    )
+    pytest.param(example, kind, id=f"{example}-{kind.name.lower()}")
     for example in EXAMPLES
     for kind in (AxisType.Explicit, AxisType.Auto)
 ]
