@@ -9,6 +9,7 @@ that says what is wrong, and never anything else.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import reprlib
@@ -94,10 +95,10 @@ def read_descriptor(descriptor: int, *, limit: int = LARGEST) -> bytes:
 # --- JSON ----------------------------------------------------------------------------------------
 
 
-def parse_json(data: str | bytes, *, nan: bool = False) -> Any:
+def parse_json(data: str | bytes, *, nan: bool = False, deepest: int = DEEPEST) -> Any:
     """The value of a JSON text. Raises `ValueError`, whatever the text is.
 
-    Refused are also a name that an object has twice, brackets nested more than `DEEPEST` deep, and
+    Refused are also a name that an object has twice, brackets nested more than `deepest`, and
     (without `nan`) the numbers that JSON has no word for.
 
     >>> parse_json('{"a": [1, 2.5, null]}')
@@ -105,9 +106,12 @@ def parse_json(data: str | bytes, *, nan: bool = False) -> Any:
     """
     try:
         text = data if isinstance(data, str) else data.decode("utf-8")
-        _check_depth(text)
+        check_depth(text, deepest)
         constant = float if nan else _no_such_number
-        return json.loads(text, parse_constant=constant, object_pairs_hook=_object)
+        number = float if nan else _finite
+        return json.loads(
+            text, parse_constant=constant, parse_float=number, object_pairs_hook=_object
+        )
     except UnicodeDecodeError as error:
         where = f"{error.reason} at byte {error.start}"
         raise ValueError(f"it is no text, at least not text in UTF-8: {where}") from None
@@ -117,19 +121,19 @@ def parse_json(data: str | bytes, *, nan: bool = False) -> Any:
         raise ValueError("there is not enough memory to read it") from None
 
 
-def _check_depth(text: str) -> None:
-    """Count brackets before anything descends into them: each round takes the innermost away."""
+def check_depth(text: str, deepest: int) -> None:
+    """Raise a `ValueError` if brackets are nested too deep, before anything descends into them."""
     objects = text.count("{") + text.count("[")
     if objects > MOST_OBJECTS:  # each takes a hundred times the memory of its two characters
         raise ValueError(f"it holds {objects:,} objects and lists; {MOST_OBJECTS:,} is most")
     bare = _STRING.sub("", text.replace("\\\\", "").replace('\\"', ""))
     left = _BRACKETS.sub("", bare).replace("{", "[").replace("}", "]")
-    for _ in range(DEEPEST):
+    for _ in range(deepest):  # each round takes the innermost away
         if not left:
             return
         left = left.replace("[]", "")
-    if "[]" in left or len(left) > DEEPEST:  # else they do not match, and the parser says where
-        raise ValueError(f"its brackets are nested more than {DEEPEST} deep")
+    if "[]" in left or len(left) > deepest:  # else they do not match, and the parser says where
+        raise ValueError(f"its brackets are nested more than {deepest} deep")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -139,6 +143,11 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     seen: set[str] = set()
     twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
     raise ValueError(f"an object has the name {shown(twice)} twice")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    return number if math.isfinite(number) else _no_such_number(shown(digits))
 
 
 def _no_such_number(name: str) -> float:

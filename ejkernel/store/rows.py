@@ -12,7 +12,7 @@ from typing import Any
 
 from .errors import StoreError
 from .keys import Key, from_columns, storable, to_columns
-from .reading import parse_json, shown
+from .reading import DEEPEST, check_depth, parse_json, shown
 
 COMPILERS = ("jax", "jaxlib", "backend")
 """Of the versions of an entry, those that make the program: another one makes other timings."""
@@ -51,7 +51,7 @@ def entry_row(
     records = rest.pop("trials", None) or ()
     row: dict[str, Any] = {
         **to_columns(key)._asdict(),
-        "config": _json(config),
+        "config": _json(config, nan=False),
         "config_type": storable(config_type),
     }
     for name in _TEXTS:
@@ -101,7 +101,8 @@ def entry_of(row: Mapping[str, Any]) -> dict[str, Any]:
     about.update(_checked(_parsed(row["about"], "about"), dict, "about"))
     return {
         "key": key_of(row),
-        "config": _parsed(row["config"], "config"),
+        # A config says `{"$float": "nan"}`: a bare one would make a bundle that nobody can read.
+        "config": _parsed(row["config"], "config", nan=False),
         "config_type": _checked(row["config_type"], str, "config_type"),
         "about": about,
     }
@@ -166,21 +167,29 @@ def trial_of(row: Mapping[str, Any]) -> dict[str, Any]:
 # --- values --------------------------------------------------------------------------------------
 
 
-def _json(value: Any) -> str:
-    # ASCII: every database holds it, and no character of a config can be lost on the way.
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+_DEEPEST = DEEPEST - 4  # so deep stands a value in a bundle
+
+
+def _json(value: Any, nan: bool = True) -> str:
+    """A value as text that `_parsed` reads again."""
+    try:
+        # ASCII: every database holds it, and no character of a config can be lost on the way.
+        text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=nan)
+        check_depth(text, _DEEPEST)
+    except ValueError as error:
+        raise StoreError(f"a value cannot be kept: {error}") from error
     if len(text) > LARGEST_VALUE:
         raise StoreError(f"a value has {len(text):,} bytes; at most {LARGEST_VALUE:,} are kept")
     return text
 
 
-def _parsed(text: Any, name: str) -> Any:
+def _parsed(text: Any, name: str, nan: bool = True) -> Any:
     if not isinstance(text, str):
         raise ValueError(f"its {name} is {shown(text)}")
     if len(text) > LARGEST_VALUE:
         raise ValueError(f"its {name} has more than {LARGEST_VALUE:,} bytes, the most that is read")
     try:
-        return parse_json(text, nan=True)  # `_json` writes them
+        return parse_json(text, nan=nan, deepest=_DEEPEST)  # `_json` writes such numbers
     except ValueError as error:
         raise ValueError(f"its {name} cannot be read: {error}") from error
 

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import socket
+import sqlite3
 import sys
 import tracemalloc
 import types
@@ -42,7 +43,7 @@ from ejkernel.ops.config.stored import reload_bundles
 from ejkernel.ops.tuner.outcome import known_trials
 from ejkernel.ops.utils.serialize import declare_type, qualified_name
 from ejkernel.report import NotARun, Run
-from ejkernel.store import Bundle, BundleError
+from ejkernel.store import Bundle, BundleError, StoreError
 from ejkernel.store.reading import DEEPEST, LARGEST, parse_json, read_regular
 
 T = TypeVar("T")
@@ -615,6 +616,36 @@ def test_numbers_that_json_lacks_are_not_written(tmp_path):
     Bundle([entry]).save(tmp_path / "b.json")
     [back] = Bundle.load(tmp_path / "b.json")
     assert back["about"]["mine"] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "planted",
+    ['{"a": NaN}', "Infinity", '{"a": 1e999}', '{"a":' + "[" * 48 + "]" * 48 + "}"],
+    ids=["nan", "infinity", "1e999", "deep"],
+)
+def test_a_planted_config_does_not_spoil_the_bundle_that_is_made_of_a_store(tmp_path, planted):
+    store = PersistentCache(tmp_path)
+    for call in "ab":
+        store.put("cpu|x", "m@v1", call * 16, {"block": 1})
+    with sqlite3.connect(tmp_path / "configs.sqlite3") as connection:
+        connection.execute("UPDATE ejkernel_entries SET config = ? WHERE id = 1", (planted,))
+    connection.close()
+    [entry] = Bundle.loads(export_bundle(store).dumps())
+    assert entry["key"] == ("cpu|x", "m@v1", "b" * 16)
+
+
+def test_what_could_not_be_read_again_is_not_acknowledged(tmp_path):
+    nested = 1
+    for _ in range(48):
+        nested = [nested]
+    store = PersistentCache(tmp_path)
+    with pytest.raises(StoreError, match="deep"):
+        store.put("key", nested)
+    with pytest.raises(StoreError, match="cannot be kept"):
+        store.put_plain("key", float("nan"), "float", about={})
+    assert len(store) == 0
+    store.put("key", float("nan"))
+    assert np.isnan(store.get("key"))
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: repr(wrong)[:20])
