@@ -66,10 +66,10 @@ class Example:
                 made[name] = made[name].astype(dtype)
         return made
 
-    def spec(self, dims: str, axes: Mapping[str, str]) -> PartitionSpec:
+    def spec(self, dims: str, axes: Mapping[str, Any]) -> PartitionSpec:
         return PartitionSpec(*(axes.get(name) for name in dims.split()))
 
-    def specs(self, axes: Mapping[str, str]) -> dict[str, PartitionSpec]:
+    def specs(self, axes: Mapping[str, Any]) -> dict[str, PartitionSpec]:
         """How each array is sharded if these dimensions are, over these mesh axes."""
         return {name: self.spec(dims, axes) for name, dims in self.arrays.items()}
 

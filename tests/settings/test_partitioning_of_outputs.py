@@ -87,6 +87,7 @@ SHARDINGS = {
     "rows-columns": (P("x"), P(None, "y")),
     "rows-depth": (P("x", "y"), P("y")),
     "depth-columns": (P(None, "x"), P("x", "y")),
+    "one-of-them": (P("x", "y"), P()),
 }
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from ejkernel import modules
 from tests.settings.examples import EXAMPLES, Example
@@ -20,8 +22,10 @@ PAIRS = [
 KINDS = [pytest.param(AxisType.Explicit, id="explicit"), pytest.param(AxisType.Auto, id="auto")]
 
 
-def _mesh(kind: AxisType, shape=(4,), names=("x",)):
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+def _mesh(kind, shape=(4,), names=("x",)):
+    """A mesh of axes of one kind, or of one kind each."""
+    kinds = kind if isinstance(kind, tuple) else (kind,) * len(names)
+    return jax.make_mesh(shape, names, axis_types=kinds)
 
 
 def _placed(example: Example, arrays, mesh, axes):
@@ -29,7 +33,7 @@ def _placed(example: Example, arrays, mesh, axes):
     return {n: jax.device_put(a, NamedSharding(mesh, specs[n])) for n, a in arrays.items()}
 
 
-def _axes(dims: str, axis: str = "x"):
+def _axes(dims: str, axis: str | tuple[str, ...] = "x"):
     return dict.fromkeys(dims.split(), axis)
 
 
@@ -77,15 +81,82 @@ def _check_on_mesh(example: Example, mesh, axes):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("example", "dims"), PAIRS)
 def test_one_dimension_is_sharded(example, dims, kind):
-    _check_on_mesh(example, _mesh(kind), _axes(dims))
+    if kind is AxisType.Explicit:  # types remember an axis of one device, too
+        mesh, axes = _mesh(kind, (1, 2, 2), ("one", "x", "y")), _axes(dims, ("one", "x", "y"))
+    else:
+        mesh, axes = _mesh(kind), _axes(dims)
+    _check_on_mesh(example, mesh, axes)
+
+
+MIXED = (AxisType.Explicit, AxisType.Auto)
+
+
+@pytest.mark.parametrize(
+    ("example", "kinds"),
+    [
+        pytest.param(e, kinds, id=f"{e}-{name}")
+        for e in EXAMPLES
+        if len(e.shardable) > 1
+        for name, kinds in (
+            ("explicit", (AxisType.Explicit,) * 2),
+            # The way of mixed axes leads through that of auto ones.
+            ("auto", (AxisType.Auto,) * 2) if e.operation == "grouped_matmul" else ("mixed", MIXED),
+        )
+    ],
+)
+def test_two_dimensions_are_sharded(example, kinds):
+    first, second = example.shardable[:2]
+    axes = {**_axes(first, "x"), **_axes(second, "y")}
+    _check_on_mesh(example, _mesh(kinds, (2, 2), ("x", "y")), axes)
+
+
+@pytest.mark.parametrize("example", {e.operation: e for e in EXAMPLES}.values(), ids=str)
+def test_a_mesh_of_one_device(example):
+    axes = {**_axes(example.shardable[0], "x"), **_axes(example.shardable[-1], "y")}
+    _check_on_mesh(example, _mesh(AxisType.Explicit, (1, 1), ("x", "y")), axes)
+
+
+def test_mixed_axes_that_a_shard_map_over_the_explicit_ones_would_crash_on():
+    """XLA ended the process here when the auto axes were left to its partitioner."""
+    kinds = (AxisType.Auto, AxisType.Explicit, AxisType.Auto)
+    mesh = _mesh(kinds, (2, 2, 2), ("x", "y", "z"))
+    (example,) = (e for e in EXAMPLES if str(e) == "grouped_matmul")
+    arrays = {n: jnp.stack([a] * 2) for n, a in example.inputs().items()}
+    specs = {"lhs": P("z", "y"), "rhs": P(), "group_sizes": P("z", "x")}
+
+    def run(a):
+        def loss(lhs, rhs):
+            out = jax.vmap(modules.grouped_matmul)(lhs, rhs, a["group_sizes"])
+            return jnp.sum(jnp.sin(out))
+
+        return jax.grad(loss, (0, 1))(a["lhs"], a["rhs"])
+
+    expected = jax.jit(run)(arrays)
+    with jax.set_mesh(mesh):
+        placed = {n: jax.device_put(a, NamedSharding(mesh, specs[n])) for n, a in arrays.items()}
+        found = jax.jit(run)(placed)
+    _assert_close(found, expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("example", [e for e in EXAMPLES if len(e.shardable) > 1], ids=str)
-def test_two_dimensions_are_sharded(example, kind):
-    first, second = example.shardable[:2]
-    axes = {**_axes(first, "x"), **_axes(second, "y")}
-    _check_on_mesh(example, _mesh(kind, (2, 2), ("x", "y")), axes)
+def test_heads_and_features_of_size_one(kind):
+    mesh, q = _mesh(kind), jax.random.normal(jax.random.key(0), (4, 8, 1, 1))
+
+    def gradient(q):
+        return jax.grad(lambda q: jnp.sum(modules.flash_attention(q, q, q) ** 2))(q)
+
+    with jax.set_mesh(mesh):
+        found = jax.jit(gradient)(jax.device_put(q, NamedSharding(mesh, P("x"))))
+    _assert_close(found, gradient(q))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_traces_are_not_kept_alive(kind):
+    """JAX keeps the gradient rule of a call in its caches, for as long as the program lives."""
+    mesh, weight = _mesh(kind), jnp.ones(16)
+    with jax.set_mesh(mesh), jax.checking_leaks():
+        x = jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, P("x")))
+        jax.jit(jax.grad(lambda x: jnp.sum(modules.rms_norm(x, weight))))(x)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

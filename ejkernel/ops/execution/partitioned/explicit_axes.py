@@ -37,6 +37,9 @@ class ExplicitAxes:
         def run(*arrays: Any) -> list[Any]:
             return self._run(work, arrays)
 
+        if self.keeps_residuals:
+            return run  # where nothing is hidden, JAX maps and differentiates a `shard_map` itself
+
         def run_mapped(size: int, batched: list[bool], arrays: Sequence[Any]) -> list[Any]:
             sharded = self._mapped(work.maps, batched, arrays)
             return sharded.place(work.mapped(size, batched))(*arrays)
@@ -58,7 +61,7 @@ class ExplicitAxes:
             on_device = jax.shard_map(
                 on_device,
                 in_specs=tuple(ins),
-                out_specs=(outs, own.spec(work.kept)),
+                out_specs=(outs, own.spec([(DEVICE,)])),
                 axis_names=set(axes),
                 check_vma=False,
                 **_mesh_where_none_is_set(self.mesh),

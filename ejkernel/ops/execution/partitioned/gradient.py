@@ -19,6 +19,7 @@ from .residuals import Kept, Recomputed
 def run_with_gradient(call: PartitionedCall, placement: Placement, arrays: Sequence[Any]) -> Any:
     """The output of a call that runs on every device, and so does its gradient."""
     layout = call.layout
+    count = len(layout.outputs)
     structures: list[Any] = []
     residuals_beside = ResidualsBesideArrays()
 
@@ -44,18 +45,17 @@ def run_with_gradient(call: PartitionedCall, placement: Placement, arrays: Seque
             else Recomputed(local, wanted, len(values))
         )
         leaves = forward_pass(residuals.forward)(*values)
-        out, kept = leaves[: len(layout.outputs)], leaves[len(layout.outputs) :]
+        out, kept = leaves[:count], leaves[count:]
         needed = [values[i] for i in residuals.arguments]
         return out, (needed, kept, residuals_beside.keep((residuals, wanted)))
 
     def backward(saved: Any, dout: Any) -> tuple[list[Any]]:
         needed, kept, number = saved
         residuals, wanted = residuals_beside.kept(number)
-        dout = materialised(dout)
 
         def pull_back(shards: Shards | None, arrays: Sequence[Any]) -> list[Any]:
-            pull = residuals.pullback(shards, arrays[: -len(dout)])
-            douts = list(arrays[-len(dout) :])
+            pull = residuals.pullback(shards, arrays[:-count])
+            douts = list(arrays[-count:])
             return list(pull(douts if shards is None else call.counted_once(shards, douts)))
 
         arguments = residuals.arguments
@@ -65,7 +65,7 @@ def run_with_gradient(call: PartitionedCall, placement: Placement, arrays: Seque
             (
                 *(layout.names[i] for i in arguments),
                 *("a residual" for _ in kept),
-                *(f"the gradient of output {i}" for i in range(len(dout))),
+                *(f"the gradient of output {i}" for i in range(count)),
             ),
             (
                 *(layout.arguments[i] for i in arguments),
@@ -76,7 +76,7 @@ def run_with_gradient(call: PartitionedCall, placement: Placement, arrays: Seque
             layout.sizes,
             backward=True,
         )
-        found = placement.place(backward_pass)(*needed, *kept, *dout)
+        found = placement.place(backward_pass)(*needed, *kept, *materialised(dout))
         placed = dict(zip(wanted, found, strict=True))
         return ([placed.get(i) for i in range(len(layout.arguments))],)
 

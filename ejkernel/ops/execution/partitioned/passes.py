@@ -22,8 +22,8 @@ class Pass:
     """A function of arrays whose dimensions have names, to be run on every device.
 
     `compute(shards, arrays)` gives a device's part of the outputs, or with `shards=None` the whole.
-    What it gives beyond those in `outs` belongs to the device: it has the dimension `DEVICE`, of
-    which a device's part is 1, and any further ones. `sizes` are those of the whole dimensions.
+    What it gives beyond those in `outs` the device keeps for itself: the first dimension is
+    `DEVICE`, of which each device has 1, and any may follow. `sizes` are those of the whole.
     """
 
     call: PartitionedCall
@@ -45,11 +45,6 @@ class Pass:
             outputs=tuple(self.outs),
             sizes=self.sizes,
         )
-
-    @property
-    def kept(self) -> tuple[Dim, ...]:
-        """The first dimensions of the outputs beyond `outs`."""
-        return (*((mapped_name(i),) for i in reversed(range(self.maps))), (DEVICE,))
 
     def on_device(self, shards: Shards, arrays: Sequence[Any]) -> list[Any]:
         """A device's part of the outputs.

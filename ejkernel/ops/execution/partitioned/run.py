@@ -48,7 +48,8 @@ def run_partitioned(
     if rule is None:
         return None
     layout = rule.layout(args, kwargs)
-    call = PartitionedCall(inv, kernel, layout, rest, run, run_whole)
+    # Without its arrays: the gradient rule outlives the trace that they belong to.
+    call = PartitionedCall(inv.abstract(), kernel, layout, rest, run, run_whole)
 
     def compiled(*arrays: Any) -> Any:
         return run_with_gradient(call, AutoAxes(), arrays)
