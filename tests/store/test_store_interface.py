@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ejkernel.ops import ConfigCache, ConfigSelectorChain, PersistentCache, overlay_cache
 
-DEVICE, OP, CALL = "cpu|test", "matmul@v1", "0123456789abcdef"
+DEVICE, OP, CALL = "cpu|test", "stored@v1", "0123456789abcdef"
 KEY = (DEVICE, OP, CALL)
 
 
