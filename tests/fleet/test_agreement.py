@@ -138,7 +138,7 @@ def test_a_decider_that_raises_is_named_everywhere(agreeing):
 
 def test_nothing_found_is_an_answer_too(agreeing):
     for one in told(agreeing, "nobody_has_a_config"):
-        assert one["error"] == "RuntimeError"
+        assert one["error"] == "ConfigMiss"
         assert "heuristics" in one["message"]
         assert "allow_heuristics=False" in one["message"]
 
