@@ -16,6 +16,7 @@ from .options import Options
 from .pallas_tiles import (
     Index,
     Tiles,
+    as_int32,
     both,
     divide,
     least,
@@ -143,7 +144,7 @@ class Call:
         if "q_lengths" in refs:
             only_if &= at.i * block_q < plgpu.load(refs["q_lengths"].at[at.batch])
         if only_if is not True:
-            end = jnp.where(only_if, end, begin)
+            end = jnp.where(only_if, as_int32(end), as_int32(begin))
         begin, end = self._in_segments(at, refs, at.i, begin, end)
         return self._loop(begin, end, (first, last), add, state)
 
@@ -159,8 +160,9 @@ class Call:
             last = least(last, divide(length, block_q))
         if "kv_lengths" in refs:
             length = plgpu.load(refs["kv_lengths"].at[at.batch])
-            end = jnp.where(at.j * block_k < length, end, begin)
-            last = jnp.where((at.j + 1) * block_k <= length, last, first)
+            end = jnp.where(at.j * block_k < length, as_int32(end), as_int32(begin))
+            whole = (at.j + 1) * block_k <= length
+            last = jnp.where(whole, as_int32(last), as_int32(first))
         begin, end = self._in_segments(at, refs, at.j, begin, end)
         return self._loop(begin, end, (first, last), add, state)
 

@@ -214,12 +214,19 @@ def divide(a: Index, b: int) -> Index:
 
 def least(a: Index, b: Index) -> Index:
     """The smaller one."""
-    return min(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.minimum(a, b)
+    both = isinstance(a, int) and isinstance(b, int)
+    return min(a, b) if both else jnp.minimum(as_int32(a), as_int32(b))
 
 
 def most(a: Index, b: Index) -> Index:
     """The larger one."""
-    return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
+    both = isinstance(a, int) and isinstance(b, int)
+    return max(a, b) if both else jnp.maximum(as_int32(a), as_int32(b))
+
+
+def as_int32(x: Index) -> Index:
+    """A number as an operand: Triton takes a bare one for 64 bits in some places."""
+    return jnp.int32(x) if isinstance(x, int) else x
 
 
 def _longest(ranges: Iterable[tuple[int, int]]) -> int:
