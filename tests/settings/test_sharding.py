@@ -88,6 +88,8 @@ def test_one_dimension_is_sharded(example, dims, kind):
     _check_on_mesh(example, mesh, axes)
 
 
+# JAX 0.12 leaves a custom call "Sharding" in such programs, which its CPU backend does not have.
+MIXED_AXES_COMPILE = jax.__version_info__ < (0, 11)
 MIXED = (AxisType.Explicit, AxisType.Auto)
 
 
@@ -100,7 +102,9 @@ MIXED = (AxisType.Explicit, AxisType.Auto)
         for name, kinds in (
             ("explicit", (AxisType.Explicit,) * 2),
             # The way of mixed axes leads through that of auto ones.
-            ("auto", (AxisType.Auto,) * 2) if e.operation == "grouped_matmul" else ("mixed", MIXED),
+            ("auto", (AxisType.Auto,) * 2)
+            if e.operation == "grouped_matmul" or not MIXED_AXES_COMPILE
+            else ("mixed", MIXED),
         )
     ],
 )
@@ -116,6 +120,7 @@ def test_a_mesh_of_one_device(example):
     _check_on_mesh(example, _mesh(AxisType.Explicit, (1, 1), ("x", "y")), axes)
 
 
+@pytest.mark.skipif(not MIXED_AXES_COMPILE, reason="this JAX does not compile such programs")
 def test_mixed_axes_that_a_shard_map_over_the_explicit_ones_would_crash_on():
     """XLA ended the process here when the auto axes were left to its partitioner."""
     kinds = (AxisType.Auto, AxisType.Explicit, AxisType.Auto)
