@@ -10,16 +10,16 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from ..utils.fingerprint import is_array
 from .batched import batched_alike
 from .derivatives import named_when_differentiated, reverse_mode_only
 from .dispatch import defined_methods, find_with_suffix
+from .invocation import array_owners
 from .static_part import StaticPart, split
 from .varying import vary_alike
 
@@ -230,19 +230,32 @@ def call_with_jvp(choose: Choose, arrays: list[Any]) -> Any:
         return chosen.stage(chosen.primal)(*arrays)
 
     def jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        zero = jax.custom_derivatives.SymbolicZero
-        moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, zero)]
-        chosen = choose(primals, [i in moving for i in range(len(primals))])
-        run = chosen.stage(chosen.primal)
-
-        def of_moving(*values: Any) -> Any:
-            filled = dict(zip(moving, values, strict=True))
-            return run(*(filled.get(i, primal) for i, primal in enumerate(primals)))
-
-        return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+        chosen = choose(primals, [_changes(tangent) for tangent in tangents])
+        return jvp_of_changing(chosen.stage(chosen.primal), primals, tangents)
 
     differentiable.defjvp(jvp, symbolic_zeros=True)
     return differentiable(*arrays)
+
+
+def jvp_of_changing(
+    function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[Any, Any]:
+    """`jax.jvp` with respect to the arguments that change.
+
+    What does not change has no tangent rather than one of zeros, which would look as if it were
+    differentiated.
+    """
+    changing = [i for i, tangent in enumerate(tangents) if _changes(tangent)]
+
+    def of_changing(*some: Any) -> Any:
+        now = dict(zip(changing, some, strict=True))
+        return function(*(now.get(i, primal) for i, primal in enumerate(primals)))
+
+    return jax.jvp(of_changing, [primals[i] for i in changing], [tangents[i] for i in changing])
+
+
+def _changes(tangent: Any) -> bool:
+    return not isinstance(tangent, jax.custom_derivatives.SymbolicZero)
 
 
 class ResidualsBesideArrays:
@@ -372,15 +385,8 @@ def _differentiated_keywords(
     differentiated: tuple[bool, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> frozenset[str]:
     """The keywords any of whose arrays is differentiated; flags are in the order of the arrays."""
-    positional = sum(is_array(leaf) for leaf in jax.tree.leaves(args))
-    owners = [
-        name
-        for name, value in sorted(kwargs.items())
-        for leaf in jax.tree.leaves(value)
-        if is_array(leaf)
-    ]
-    flags = differentiated[positional:]
-    return frozenset(name for name, wanted in zip(owners, flags, strict=True) if wanted)
+    owners = zip(array_owners(args, kwargs), differentiated, strict=True)
+    return frozenset(name for (name, _), wanted in owners if wanted and name in kwargs)
 
 
 def _refuse_missing(

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import jax
 
+from ...core.gradients import jvp_of_changing
 from ...core.partitioning import MAPPED, Dim, Layout, Shards
 from .call import PartitionedCall
 
@@ -127,16 +128,7 @@ def mappable(
         return batchable(*arrays)  # type: ignore[no-any-return]
 
     def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
-        # What does not change has no tangent rather than one of zeros, which would look as if it
-        # were differentiated.
-        zero = jax.custom_derivatives.SymbolicZero
-        changing = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, zero)]
-
-        def of_changing(*some: Any) -> list[Any]:
-            now = dict(zip(changing, some, strict=True))
-            return when_differentiated(*(now.get(i, p) for i, p in enumerate(primals)))
-
-        return jax.jvp(of_changing, [primals[i] for i in changing], [tangents[i] for i in changing])
+        return jvp_of_changing(when_differentiated, primals, tangents)
 
     differentiable.defjvp(rule, symbolic_zeros=True)
     return differentiable
