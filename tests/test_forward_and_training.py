@@ -206,6 +206,54 @@ def test_which_arguments_are_differentiated_is_part_of_the_question():
     assert labels == [[label("product@v1", i.key.call_key)] for i in asked]
 
 
+@dataclasses.dataclass(frozen=True)
+class Keeps:
+    count: int = 1
+
+
+class KeepsResiduals(Kernel[Keeps, jax.Array]):
+    """Its config says how many arrays it keeps for its backward pass."""
+
+    def __init__(self, frozen: int, learned: int):
+        super().__init__("keeps")
+        self._counts = {1: frozen, 2: learned}
+
+    def run(self, a, b, *, cfg):
+        return a * b
+
+    def heuristic_cfg(self, inv):
+        return Keeps(self._counts.get(len(inv.differentiated), 0))
+
+    def fwd_with_residuals(self, a, b, *, cfg):
+        return a * b, [a * (i + 1) for i in range(cfg.count)]
+
+    def vjp(self, residuals, out, dout, a, b, *, cfg):
+        kept = sum(residuals) / sum(range(1, cfg.count + 1)) if cfg.count else a
+        return dout * b, dout * kept
+
+
+TRANSFORMS = {
+    "jit": jax.jit,
+    "checkpoint": lambda f: jax.jit(jax.checkpoint(f)),
+    "vmap": lambda f: lambda a, b: jax.vmap(jax.jit(f))(a[None], b[None])[0],
+    "scan": lambda f: lambda a, b: jax.lax.scan(lambda c, _: (c + f(a, b), None), 0 * a, None, 1)[0],
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("counts", [(0, 1), (1, 0), (1, 30), (30, 1), (3, 3)])
+def test_what_is_kept_depends_on_what_is_differentiated(counts, transform):
+    kernel = KeepsResiduals(*counts)
+    call = TRANSFORMS[transform](lambda a, b: kernel(a, b))
+
+    def loss(a, b):
+        return jnp.sum(call(a, X)) + jnp.sum(call(a, b)) + jnp.sum(call(X, b))
+
+    found = jax.jit(jax.grad(loss, argnums=(0, 1)))(X, 2 * X)
+    np.testing.assert_allclose(found[0], 3 * X)
+    np.testing.assert_allclose(found[1], 2 * X)
+
+
 def test_a_key_builder_need_not_know_of_gradients():
     class Built(ByJax):
         key_builder = lambda inv: "the same for all"  # noqa: E731

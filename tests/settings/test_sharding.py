@@ -143,6 +143,32 @@ def test_mixed_axes_that_a_shard_map_over_the_explicit_ones_would_crash_on():
     _assert_close(found, expected)
 
 
+@pytest.mark.parametrize("first", ["frozen", "learned"])
+@pytest.mark.parametrize("kind", [pytest.param(None, id="none"), *KINDS])
+@pytest.mark.parametrize("example", EXAMPLES, ids=str)
+def test_one_call_with_two_sets_of_differentiated_arrays(example, kind, first):
+    """A frozen layer beside a learned one: JAX traces the call once and its gradient twice."""
+    arrays, (_, expected) = example.inputs(), _expected(example)
+    some = next(iter(expected))
+
+    def loss(learned, arrays):
+        def both(everything):
+            return example.loss({**arrays, **(learned if everything else {some: learned[some]})})
+
+        return both(first == "learned") + both(first == "frozen")
+
+    def gradients(arrays):
+        return jax.grad(loss)({name: arrays[name] for name in expected}, arrays)
+
+    if kind is None:
+        found = jax.jit(gradients)(arrays)
+    else:
+        mesh = _mesh(kind)
+        with jax.set_mesh(mesh):
+            found = jax.jit(gradients)(_placed(example, arrays, mesh, _axes(example.shardable[0])))
+    _assert_close(found, {name: g * (1 + (name == some)) for name, g in expected.items()})
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_and_features_of_size_one(kind):
     mesh, q = _mesh(kind), jax.random.normal(jax.random.key(0), (4, 8, 1, 1))

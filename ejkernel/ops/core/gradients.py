@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from .batched import batched_alike
 from .derivatives import named_when_differentiated, reverse_mode_only
 from .dispatch import defined_methods, find_with_suffix
 from .invocation import array_owners
+from .residuals import Residuals
 from .static_part import StaticPart, split
 from .varying import vary_alike
 
@@ -171,7 +171,8 @@ def call_with_rule(
     whoever differentiates what the rule does not allow.
     """
 
-    residuals_beside = ResidualsBesideArrays()
+    number = len(arrays)  # the rules below outlive this trace: they may not hold its arrays
+    left = Residuals(at_least=number)
 
     @jax.custom_vjp
     def differentiable(arrays: list[Any]) -> Any:
@@ -191,18 +192,20 @@ def call_with_rule(
             return out, kept
 
         out, kept = chosen.stage(named_when_differentiated(op_id, advice, compute))(*values)
-        out = batched_alike(out, values)
-        return out, (kept, values, residuals_beside.keep((static[-1], differentiated, chosen)))
+        beside = static[-1] if left.has_room(len(values) + len(kept)) else None
+        leaves = [*values, *kept] if beside else values
+        return batched_alike(out, values), left.leave(leaves, (beside, differentiated, chosen))
 
     def backward(residuals: Any, dout: Any) -> tuple[list[Any]]:
-        kept, values, number = residuals
-        beside, differentiated, chosen = residuals_beside.kept(number)
+        leaves, (beside, differentiated, chosen) = left.take(residuals)
+        values, kept = leaves[:number], leaves[number:]
         rule = chosen.rule
 
         def compute(kept: Any, values: Any, dout: Any) -> list[Any]:
             args, kwargs = rest.merge(values)
             needed = _differentiated_keywords(differentiated, args, kwargs)
-            raw = rule.backward(beside.merge(kept), dout, args, kwargs, needed)
+            saved = beside.merge(kept) if beside else rule.forward(args, kwargs)[1]
+            raw = rule.backward(saved, dout, args, kwargs, needed)
             gradients = _checked(op_id, rule.name, raw, args, kwargs)
             _refuse_missing(op_id, rule.name, gradients[1], needed)
             leaves = _gradient_leaves(gradients, (args, dict(kwargs)))
@@ -256,30 +259,6 @@ def jvp_of_changing(
 
 def _changes(tangent: Any) -> bool:
     return not isinstance(tangent, jax.custom_derivatives.SymbolicZero)
-
-
-class ResidualsBesideArrays:
-    """What the forward function of a rule keeps for the backward one beside arrays: sizes, flags.
-
-    JAX may trace the forward function several times, once for each set of differentiated arrays,
-    and gives the backward function what is static among the residuals of the last time, with the
-    arrays of any. So the values stay here, and an empty array among the residuals says by its shape
-    which of them belongs to it.
-    """
-
-    def __init__(self) -> None:
-        self._values: dict[int, Any] = {}
-        self._numbers = itertools.count()  # two threads never get the same
-
-    def keep(self, value: Any) -> jax.Array:
-        """An array that stands for this value among residuals."""
-        number = next(self._numbers)
-        self._values[number] = value
-        return jnp.zeros((0, number), bool)
-
-    def kept(self, number: jax.Array) -> Any:
-        """The value that the array stands for."""
-        return self._values[number.shape[1]]
 
 
 def materialised(cotangent: Any) -> Any:

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from ...core.derivatives import reverse_mode_only, way_out
-from ...core.gradients import ResidualsBesideArrays, materialised
+from ...core.gradients import materialised
 from ...core.partitioning import Shards
+from ...core.residuals import Residuals
 from .call import PartitionedCall
 from .passes import DEVICE, Pass, Placement
 from .residuals import Kept, Recomputed
@@ -21,7 +22,7 @@ def run_with_gradient(call: PartitionedCall, placement: Placement, arrays: Seque
     layout = call.layout
     count = len(layout.outputs)
     structures: list[Any] = []
-    residuals_beside = ResidualsBesideArrays()
+    left = Residuals(at_least=len(arrays))
 
     def local(shards: Shards | None, arrays: Sequence[Any]) -> list[Any]:
         leaves, structure = call.local(shards, arrays)
@@ -39,19 +40,21 @@ def run_with_gradient(call: PartitionedCall, placement: Placement, arrays: Seque
     def forward(arrays: list[Any]) -> Any:
         values = [array.value for array in arrays]
         wanted = tuple(i for i, array in enumerate(arrays) if _is_differentiated(array))
-        residuals = (
+        residuals: Kept | Recomputed = (
             Kept(local, wanted)
             if placement.keeps_residuals
             else Recomputed(local, wanted, len(values))
         )
         leaves = forward_pass(residuals.forward)(*values)
         out, kept = leaves[:count], leaves[count:]
+        if not left.has_room(len(residuals.arguments) + len(kept)):
+            residuals, kept = Recomputed(local, wanted, len(values)), []
         needed = [values[i] for i in residuals.arguments]
-        return out, (needed, kept, residuals_beside.keep((residuals, wanted)))
+        return out, left.leave([*needed, *kept], (residuals, wanted))
 
     def backward(saved: Any, dout: Any) -> tuple[list[Any]]:
-        needed, kept, number = saved
-        residuals, wanted = residuals_beside.kept(number)
+        leaves, (residuals, wanted) = left.take(saved)
+        kept = leaves[len(residuals.arguments) :]
 
         def pull_back(shards: Shards | None, arrays: Sequence[Any]) -> list[Any]:
             pull = residuals.pullback(shards, arrays[:-count])
@@ -76,7 +79,7 @@ def run_with_gradient(call: PartitionedCall, placement: Placement, arrays: Seque
             layout.sizes,
             backward=True,
         )
-        found = placement.place(backward_pass)(*needed, *kept, *materialised(dout))
+        found = placement.place(backward_pass)(*leaves, *materialised(dout))
         placed = dict(zip(wanted, found, strict=True))
         return ([placed.get(i) for i in range(len(layout.arguments))],)
 
