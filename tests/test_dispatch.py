@@ -124,7 +124,7 @@ def test_when_nobody_serves_all_are_named():
         def run_xla(self, x, *, cfg):
             return x
 
-    message = r"(?s)no implementation can serve.*run_cpu: x has 3.*run_xla: arrays of float32"
+    message = r"(?s)no implementation can serve.*cpu: x has 3.*xla: arrays of float32"
     with pytest.raises(NotSupported, match=message):
         OnlyEven()(jnp.ones(3))
 

@@ -314,7 +314,7 @@ def _entry(inv: Invocation[Any, Any], report: Report) -> Entry | str:
         return report.refused
     assert inv.kernel is not None
     try:
-        cfg = inv.kernel.check_config(report.rebuilt(inv.kernel.config_type), "a worker found")
+        cfg = inv.kernel.check_config(report.rebuilt(inv.kernel), "a worker found")
     except (TypeError, ValueError) as error:
         return f"{report.host} tuned it, but its config cannot be used here: {error}"
     return Entry(

@@ -14,7 +14,7 @@ from typing import Any
 from ..ops.config.agreement import AgreementError, Answer
 from ..ops.config.decision import Decision, Passed
 from ..ops.config.tiers import Request
-from ..ops.utils.serialize import config_type_named, from_plain, qualified_name, to_plain
+from ..ops.utils.serialize import qualified_name, to_plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +93,9 @@ class Message:
     def rebuilt(self, request: Request) -> Any:
         """The config of a decision, as a config of this process's kernel."""
         assert self.decision is not None
-        config_type = request.kernel.config_type or config_type_named(self.decision["config_type"])
+        plain, type_name = self.decision["config"], self.decision["config_type"]
         try:
-            cfg = from_plain(self.decision["config"], config_type)
+            cfg = request.kernel.config_from_plain(plain, type_name)
             origin = f"process {self.process} decided on"
             return request.kernel.check_config(cfg, origin, request.inv)
         except (TypeError, ValueError) as error:

@@ -17,7 +17,8 @@ from ..ops.config.persistent import PersistentCache
 from ..ops.config.policy import AutotunePolicy
 from ..ops.config.selection import ConfigSelectorChain
 from ..ops.core.invocation import Invocation
-from ..ops.utils.serialize import config_type_named, from_plain, qualified_name, to_plain
+from ..ops.core.kernel import Kernel
+from ..ops.utils.serialize import qualified_name, to_plain
 from ..ops.utils.specification import SpecificationError, read_specification, write_specification
 
 
@@ -53,9 +54,9 @@ class Report:
     seconds: float | None = None
     heuristic_seconds: float | None = None
 
-    def rebuilt(self, config_type: Any) -> Any:
-        """The config, as `config_type` if it is given."""
-        return from_plain(self.config, config_type or config_type_named(self.config_type))
+    def rebuilt(self, kernel: Kernel[Any, Any]) -> Any:
+        """The config, as one of this kernel."""
+        return kernel.config_from_plain(self.config, self.config_type)
 
 
 def order_of(inv: Invocation[Any, Any]) -> Order | str:

@@ -7,9 +7,8 @@ import importlib
 from typing import Any
 
 from ejkernel.ops import Kernel, device_kind
-from ejkernel.ops.core.dispatch import DEVICE_KINDS, suffix_order
-from ejkernel.ops.core.kernel import implementation_names
-from ejkernel.ops.core.supports import REFERENCE, Supports, reasons_against
+from ejkernel.ops.core.methods import DEVICE_KINDS
+from ejkernel.ops.core.supports import REFERENCE
 from ejkernel.ops.execution.tables import as_text
 from ejkernel.ops.utils.display import Displayed, Shown
 
@@ -75,10 +74,11 @@ def support_table(operation: str | None = None, *args: Any, **options: Any) -> S
         raise ValueError(f"supported: {operation!r} is none of {', '.join(OPERATIONS)}")
     if not args and not options:
         return SupportTable(tuple(_rows(operation)))
-    call = kernel_of(operation).bind(*args, **options)
+    kernel = kernel_of(operation)
+    call = kernel.bind(*args, **options)
     rows = tuple(
         dataclasses.replace(
-            row, reasons=tuple(reasons_against(kernel_of(operation), row.implementation, call))
+            row, reasons=tuple(kernel.implementation(row.implementation).unsupported(call))
         )
         for row in _rows(operation)
     )
@@ -110,26 +110,18 @@ def kernel_of(operation: str) -> Kernel[Any, Any]:
 
 def _rows(operation: str) -> list[Row]:
     kernel = kernel_of(operation)
-    rows = []
-    for name in implementation_names(type(kernel)):
-        suffix = "" if name == "run" else name
-        declared = kernel.supports.get(name, Supports())
-        rows.append(
-            Row(
-                operation,
-                name,
-                tuple(
-                    kind
-                    for kind in sorted(DEVICE_KINDS)
-                    if name == REFERENCE or suffix in suffix_order(kind)
-                ),
-                declared.dtypes,
-                declared.without,
-                tuple(_said(rule) for rule in declared.rules),
-                (),
-            )
+    return [
+        Row(
+            operation,
+            item.name,
+            tuple(kind for kind in sorted(DEVICE_KINDS) if item.runs_on(kind)),
+            item.supports.dtypes,
+            item.supports.without,
+            tuple(_said(rule) for rule in item.supports.rules),
+            (),
         )
-    return rows
+        for item in [*kernel.all_implementations(), kernel.implementation(REFERENCE)]
+    ]
 
 
 def _said(rule: Any) -> str:

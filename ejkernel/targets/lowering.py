@@ -20,7 +20,6 @@ import numpy as np
 from jax import export
 
 from ..native.calling import in_exports
-from ..ops.core.dispatch import defined_methods, find_method, suffix_order
 from ..ops.core.kernel import Kernel
 from ..ops.core.static_part import split
 from ..ops.tuner.inputs import batched_shapes, outside_trace
@@ -123,15 +122,12 @@ def standing_on(target: Target) -> Iterator[None]:
 
 
 def require_implementation(kernel: Kernel[Any, Any], target: Target) -> None:
-    """Raise a `TargetError` unless some `run_*` of the kernel can serve the target."""
-    if find_method(kernel, "run", target.device_kind, Kernel) is None:
-        have = ", ".join(defined_methods(type(kernel), "run", Kernel))
-        wanted = [
-            f"run_{suffix}" if suffix else "run" for suffix in suffix_order(target.device_kind)
-        ]
+    """Raise a `TargetError` unless some implementation of the kernel runs on the target."""
+    if not any(item.runs_on(target.device_kind) for item in kernel.all_implementations()):
+        have = ", ".join(item.name for item in kernel.all_implementations())
         raise TargetError(
             f"kernel {kernel.full_op_id} has no implementation for {target.name}: it has {have}; "
-            f"add one of {', '.join(wanted)}"
+            f"add one that runs on a {target.device_kind}"
         )
 
 

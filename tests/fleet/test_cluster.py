@@ -85,7 +85,7 @@ def test_all_twenty_are_in_the_store(told):
     for key in store.keys():  # noqa: SIM118  a store is no dict
         assert key.op_id == halves.full_op_id
         assert key.device == told["first"]["device"]
-        stored = store.get_as(key, Config)
+        stored = store.get(key)
         assert configs[store.entry(key)["about"]["signature"]] == stored.rows
         assert store.entry(key)["about"]["seconds"] > 0
 

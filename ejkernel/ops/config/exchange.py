@@ -10,9 +10,8 @@ from ...markup import one_line
 from ...store.bundle import Bundle, Conflict
 from ...store.quality import quality, why_better
 from ..core import catalog
-from ..core.kernel import Kernel, configured_names
+from ..core.kernel import Kernel
 from ..core.types import ConfigKey
-from ..utils.serialize import from_plain
 from .freshness import State, judge
 from .persistent import PersistentCache
 
@@ -134,7 +133,7 @@ def _problem(key: ConfigKey, entry: Any) -> str | None:
     if kernel is None:
         return "no kernel of this name and version is loaded"
     try:
-        cfg = from_plain(entry["config"], kernel.config_type)
+        cfg = kernel.config_from_plain(entry["config"], entry["config_type"])
         kernel.check_config(cfg, "the bundle holds")
     except Exception as error:  # noqa: BLE001  a class may check its fields as it likes
         return f"its config does not fit {type(kernel).__name__}: {error}"
@@ -151,10 +150,9 @@ def _problem(key: ConfigKey, entry: Any) -> str | None:
 def _reasons_against_any_call(kernel: Kernel[Any, Any], cfg: Any) -> list[str]:
     """Why no implementation would ever take a config; empty if one might, for some call."""
     found = []
-    for name in configured_names(type(kernel)):
-        limits = kernel.limits.get(name)
-        reasons = [] if limits is None else limits.reasons_against_any(cfg)
+    for item in kernel.all_implementations():
+        reasons = item.limits.reasons_against_any(cfg) if item.takes(cfg) else ["is not its"]
         if not reasons:
             return []
-        found += [f"{reason}, for {name}" for reason in reasons]
+        found += [f"{reason}, for {item.name}" for reason in reasons]
     return found

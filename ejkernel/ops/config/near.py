@@ -11,7 +11,6 @@ from ...store.rows import sound_about
 from ..core.limits import reasons_against_config
 from ..core.near import NearShapes
 from ..core.static_part import split
-from ..utils.serialize import from_plain
 from ..utils.stable import stable_json
 from .explain import call_fields
 from .freshness import State, judge
@@ -69,7 +68,7 @@ class NearTier:
         if judge(entry["about"], request.kernel, request.key).state is State.STALE:
             return _Unusable("it is stale")
         try:
-            cfg = from_plain(entry["config"], request.kernel.config_type)
+            cfg = request.kernel.config_from_plain(entry["config"], entry["config_type"])
             request.kernel.check_config_class(cfg, "a near entry holds")
         except Exception as error:  # noqa: BLE001  a class may check its fields as it likes
             return _Unusable(f"{entry['config']} does not fit the kernel's class: {error}")

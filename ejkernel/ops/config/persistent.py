@@ -26,6 +26,7 @@ from .cache import as_key
 
 if TYPE_CHECKING:
     from ..core.invocation import Invocation
+    from ..core.kernel import Kernel
 
 
 def default_path() -> pathlib.Path:
@@ -40,15 +41,18 @@ _notices = Notices()
 
 
 def rebuild_or_warn(
-    entry: Mapping[str, Any], config_type: Any = None, notices: Notices = _notices
+    entry: Mapping[str, Any], kernel: Kernel[Any, Any] | None = None, notices: Notices = _notices
 ) -> Any:
     """The config of an entry of a store or a bundle; None, with a warning, if it cannot be built.
 
-    Without a `config_type` it is the class it was written from, if this process knows that as one
-    of configs, else plain data.
+    Without a `kernel` it is of the class it was written from, if this process knows that as one of
+    configs, else plain data.
     """
+    plain, type_name = entry["config"], entry["config_type"]
     try:
-        return from_plain(entry["config"], config_type or config_type_named(entry["config_type"]))
+        if kernel is not None:
+            return kernel.config_from_plain(plain, type_name)
+        return from_plain(plain, config_type_named(type_name))
     except Exception as error:  # noqa: BLE001  a class may check its fields as it likes
         notices.once(
             f"config {entry['key']}",
@@ -155,12 +159,7 @@ class PersistentCache:
         class, or this process has put such a config itself, and as plain data otherwise.
         """
         entry = self.entry(as_key(parts, "get"))
-        return None if entry is None else self.rebuild(entry)
-
-    def get_as(self, key: ConfigKey, config_type: Any) -> Any:
-        """The config of a key as `config_type` (any type if None), or None."""
-        entry = self.entry(key)
-        return None if entry is None else self.rebuild(entry, config_type)
+        return None if entry is None else rebuild_or_warn(entry, None, self._store.notices)
 
     def entry(self, key: Any) -> dict[str, Any] | None:
         """What is kept under a key, as plain data, or None: `key`, `config`, `config_type` and
@@ -176,14 +175,6 @@ class PersistentCache:
     def related(self, limit: int = 200, **columns: str) -> list[dict[str, Any]]:
         """Entries with these `device`, `op_id`, `call_key`; a final `*` stands for any ending."""
         return [_with_key(entry) for entry in self._store.related(limit, **columns)]
-
-    def rebuild(self, entry: Mapping[str, Any], config_type: Any = None) -> Any:
-        """The config of what `entry` gave, as `config_type`; None, with a warning, if it cannot be.
-
-        Without a type it is the class it was written from, if this process knows that as one of
-        configs (see `get`), else plain data.
-        """
-        return rebuild_or_warn(entry, config_type, self._store.notices)
 
     def keys(self) -> list[Any]:
         """The keys of all entries, the oldest first."""

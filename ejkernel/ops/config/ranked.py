@@ -78,7 +78,7 @@ class EstimatedTier:
         if ranked is None:
             return "no bundle has ranked candidates for this call"
         try:
-            cfg = from_plain(ranked.best[0], request.kernel.config_type)
+            cfg = from_plain(ranked.best[0], request.kernel.config_types[0])
             refused = refusal(request, cfg, ranked.where)
         except Exception as error:  # noqa: BLE001  a class may check its fields as it likes
             return f"its config in {ranked.where} does not fit the kernel's class: {error}"

@@ -282,7 +282,7 @@ class ConfigSelectorChain:
             if entry is None or entry["about"].get("estimated"):
                 continue
             if kernel is None or judge(entry["about"], kernel, key).state is not State.STALE:
-                cfg = rebuild_or_warn(entry, kernel.config_type if kernel else None)
+                cfg = rebuild_or_warn(entry, kernel)
                 if cfg is not None:
                     return cfg
         return None

@@ -134,7 +134,7 @@ def rebuilt(
 ) -> tuple[Any, Mapping[str, Any]] | str:
     """The config of an entry and what is known about it; or why it is none."""
     try:
-        cfg = from_plain(entry["config"], _type_of(entry, request))
+        cfg = _config_of(entry, request)
         request.kernel.check_config_class(cfg)  # None is none, also where the class allows it
     except Exception as error:  # noqa: BLE001  a class may check its fields as it likes
         reason = f"its config in {where} does not fit the kernel's class: {error}"
@@ -142,18 +142,18 @@ def rebuilt(
     return cfg, sound_about(entry["about"])
 
 
-def _type_of(entry: Mapping[str, Any], request: Request) -> Any:
-    """What the config of an entry is to be: the kernel's class, whatever the entry says.
+def _config_of(entry: Mapping[str, Any], request: Request) -> Any:
+    """The config of an entry: of a class of the kernel, whatever the entry says.
 
     For a kernel that declares none, the class of one of its own candidates; plain data stays plain.
     """
     kernel, named = request.kernel, entry["config_type"]
-    if kernel.config_type is not None:
-        return kernel.config_type
+    if kernel.config_types:
+        return kernel.config_from_plain(entry["config"], named)
     classes = {type(candidate) for candidate in kernel.candidates(request.inv.abstract())}
     for known in classes or {config_type_named(named)} - {Any}:
         if qualified_name(known) == named:
-            return known
+            return from_plain(entry["config"], known)
     raise TypeError(
         f"the kernel {kernel.full_op_id} declares no config class, and none of its candidates is a "
         f"{shown(named)}; declare it as Kernel[Config, Output]"

@@ -1,5 +1,6 @@
 """What is called: kernels, their invocations, which method runs, how gradients are made."""
 
+from .implementation import Implementation
 from .invocation import BatchAxes, Invocation
 from .kernel import Kernel
 from .limits import Limit, Limits
@@ -13,6 +14,7 @@ __all__ = [
     "Cfg",
     "ConfigKey",
     "Dimension",
+    "Implementation",
     "Invocation",
     "Kernel",
     "Limit",

@@ -1,8 +1,7 @@
-"""A kernel's own gradient rule, in either documented form, as a `jax.custom_vjp`.
+"""An implementation's own gradient rule as a `jax.custom_vjp`.
 
-Both forms are brought to one shape, a `Rule` with a forward and a backward function. What the
-author returns is checked, because a gradient in the wrong place is the worst kind of bug: it
-trains.
+What the author returns is checked, because a gradient in the wrong place is the worst kind of bug:
+it trains.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ import jax.numpy as jnp
 
 from .batched import batched_alike
 from .derivatives import named_when_differentiated, reverse_mode_only
-from .dispatch import defined_methods, find_with_suffix
 from .invocation import array_owners
 from .residuals import Residuals
 from .static_part import StaticPart, split
 from .varying import vary_alike
 
 if TYPE_CHECKING:
-    from .kernel import Kernel
+    from .implementation import Implementation
 
 
 DIFFERENTIATED = "differentiated"
@@ -44,50 +42,12 @@ class Rule:
     name: str
 
 
-def find_rule(
-    kernel: Kernel[Any, Any],
-    run: Callable[..., Any],
-    cfg: Any,
-    device_kind: str,
-    chosen: str | None = None,
-) -> Rule | None:
-    """The rule the kernel defines for this device, or None: then JAX differentiates `run`."""
-    from .kernel import Kernel
-
-    simple = find_with_suffix(kernel, "custom_vjp", device_kind, Kernel, chosen)
-    forward = find_with_suffix(kernel, "fwd_with_residuals", device_kind, Kernel, chosen)
-    backward = find_with_suffix(kernel, "vjp", device_kind, Kernel, chosen)
-    both = forward is not None and backward is not None
-    # The more specific rule wins; between equals the one-piece form does.
-    if simple is not None and not (both and max(forward[0], backward[0]) < simple[0]):  # type: ignore[index]
-        return _simple_rule(run, simple[1], cfg)
-    if forward is not None and backward is not None:
-        return _residual_rule(forward[1], backward[1], cfg, kernel.full_op_id)
-    return None
-
-
-def defines_gradient(kernel: Kernel[Any, Any]) -> bool:
-    """Whether a kernel has a gradient rule of its own, for any of its implementations."""
-    from .kernel import Kernel
-
-    return any(defined_methods(type(kernel), name, Kernel) for name in ("custom_vjp", "vjp"))
-
-
-def _simple_rule(run: Callable[..., Any], custom_vjp: Callable[..., Any], cfg: Any) -> Rule:
-    def forward(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-        return run(*args, cfg=cfg, **kwargs), None
-
-    def backward(
-        _: Any,
-        dout: Any,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        differentiated: frozenset[str],
-    ) -> Any:
-        cotangents = dout if isinstance(dout, tuple) else (dout,)
-        return custom_vjp(args, cfg, dict(kwargs), cotangents)
-
-    return Rule(forward, backward, "custom_vjp")
+def rule_of(implementation: Implementation[Any, Any], cfg: Any, op_id: str) -> Rule | None:
+    """The rule that an implementation has, or None: then JAX differentiates its forward."""
+    forward, backward = implementation.forward_with_residuals, implementation.backward
+    if forward is None or backward is None:
+        return None
+    return _residual_rule(forward, backward, cfg, op_id, implementation.reads_out)
 
 
 def rule_by_jax(run: Callable[..., Any], cfg: Any) -> Rule:
@@ -116,16 +76,18 @@ def rule_by_jax(run: Callable[..., Any], cfg: Any) -> Rule:
     return Rule(forward, backward, "run")
 
 
-def _residual_rule(fwd: Callable[..., Any], vjp: Callable[..., Any], cfg: Any, op_id: str) -> Rule:
+def _residual_rule(
+    fwd: Callable[..., Any], vjp: Callable[..., Any], cfg: Any, op_id: str, reads_out: bool
+) -> Rule:
     def forward(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         result = fwd(*args, cfg=cfg, **kwargs)
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(
-                f"kernel {op_id}: fwd_with_residuals must return (out, residuals), "
+                f"kernel {op_id}: {_name_of(fwd)} must return (out, residuals), "
                 f"got {type(result).__name__}"
             )
         out, residuals = result
-        return out, (residuals, out)
+        return out, (residuals, out if reads_out else None)
 
     asks = DIFFERENTIATED in inspect.signature(vjp).parameters
 
@@ -140,7 +102,11 @@ def _residual_rule(fwd: Callable[..., Any], vjp: Callable[..., Any], cfg: Any, o
         told = {DIFFERENTIATED: differentiated} if asks else {}
         return vjp(residuals, out, dout, *args, cfg=cfg, **{**told, **kwargs})
 
-    return Rule(forward, backward, "vjp")
+    return Rule(forward, backward, _name_of(vjp))
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", "its gradient")
 
 
 @dataclasses.dataclass(frozen=True)

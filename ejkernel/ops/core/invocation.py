@@ -118,9 +118,11 @@ class Invocation(Generic[Cfg, Out]):
     def served_by(self) -> str | None:
         """The implementation that serves this call, if the kernel declares what they support."""
         kernel = self.kernel
-        if kernel is None or not kernel.supports or kernel.tune_implementations:
+        if kernel is None or kernel.tune_implementations:
             return None
-        return serving(kernel, self)
+        if not (kernel.supports or kernel.implementations) or not kernel.implementations_here():
+            return None
+        return serving(kernel, self).name
 
     def make_key(self, key_builder: KeyBuilder | None = None) -> str:
         """The call key; from `key_builder(self)` if given, else from the kernel's own, if any."""

@@ -7,24 +7,27 @@ import dataclasses
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from ...store.reading import shown
 from ..utils.fingerprint import device_kind
-from ..utils.serialize import declare_type
+from ..utils.serialize import config_type_named, declare_type, from_plain, qualified_name
 from ..utils.stable import stable_json
 from . import catalog
-from .dispatch import (
-    SUFFIXES,
-    check_method_names,
-    defined_methods,
-    find_method,
-    method_name,
-    suffix_order,
-)
+from .implementation import Implementation, class_name, is_constructible
 from .invocation import Invocation, KeyBuilder
 from .limits import Limits, field_reasons, limit_reasons, with_plain_numbers
+from .methods import (
+    METHODS,
+    SUFFIXES,
+    all_implementations_of,
+    check_method_names,
+    default,
+    implementations_of,
+    method_name,
+    written_methods,
+)
 from .near import NearShapes
 from .partitioning import needs_mesh
 from .space import Space
@@ -37,7 +40,6 @@ from .supports import (
     demands_reference,
     has_reference,
     no_config_message,
-    reasons_against,
     serving,
     without_demand,
 )
@@ -92,8 +94,11 @@ class Kernel(Generic[Cfg, Out]):
     unkeyed: ClassVar[tuple[str, ...]] = ()
     """Keywords that do not affect which config is best (`seed`): they stay out of the key."""
 
+    implementations: ClassVar[Sequence[Implementation[Any, Any]]] = ()
+    """Ways to compute the operation, the preferred one first: instead of methods with suffixes."""
+
     tune_implementations: ClassVar[bool] = False
-    """Race the device's implementations too. The config class needs a field
+    """Race the device's implementations too. Where they share a config class, it needs a field
     `implementation: str | None = None`, which then says which one a config is for."""
 
     supports: ClassVar[Mapping[str, Supports]] = {}
@@ -125,7 +130,8 @@ class Kernel(Generic[Cfg, Out]):
         declared = _declared_config_type(cls)
         if declared is not None:
             cls.config_type = declared
-        declare_type(cls.config_type)
+        for config in (cls.config_type, *(item.config for item in cls.implementations)):
+            declare_type(config)
 
     def __init__(
         self, name: str | None = None, *, op_id: str | None = None, version: str | None = None
@@ -146,35 +152,10 @@ class Kernel(Generic[Cfg, Out]):
 
     def _validate(self) -> None:
         cls = type(self)
-        if not defined_methods(cls, "run", Kernel):
-            raise TypeError(
-                f"kernel {self.op_id!r} ({cls.__name__}) has no run method; write "
-                "run(self, *args, cfg, **kwargs) or one of run_triton, run_pallas, run_xla, "
-                "run_gpu, run_tpu, run_cpu"
-            )
-        forward = defined_methods(cls, "fwd_with_residuals", Kernel)
-        backward = defined_methods(cls, "vjp", Kernel)
-        if bool(forward) != bool(backward):
-            have, lack = ("fwd_with_residuals", "vjp") if forward else ("vjp", "fwd_with_residuals")
-            raise TypeError(
-                f"kernel {self.op_id!r} ({cls.__name__}) defines {have} without {lack}; a gradient "
-                "needs both (or custom_vjp alone)"
-            )
-        for attribute in ("supports", "limits"):
-            unknown = sorted(set(getattr(self, attribute)) - set(implementation_names(cls)))
-            if unknown:
-                raise TypeError(
-                    f"kernel {self.op_id!r} ({cls.__name__}): {attribute} names "
-                    f"{', '.join(unknown)}, but it has {', '.join(implementation_names(cls))}"
-                )
-        for name, limits in self.limits.items():
-            if dataclasses.is_dataclass(self.config_type) and (
-                unknown := limits.unknown_fields(self.config_type)
-            ):
-                raise TypeError(
-                    f"kernel {self.op_id!r} ({cls.__name__}): limits[{name!r}] names "
-                    f"{', '.join(unknown)}, which {_class_name(self.config_type)} does not have"
-                )
+        if self.implementations:
+            self._validate_implementations(self.implementations)
+        else:
+            self._validate_methods()
         for label, value, pattern in (
             ("name", self.op_id, _OP_ID),
             ("version", self.version, _VERSION),
@@ -183,6 +164,57 @@ class Kernel(Generic[Cfg, Out]):
                 raise ValueError(
                     f"kernel {cls.__name__}: {label} {value!r} cannot stand in a label; use "
                     "letters, digits, '_', '.', '-' and '/'"
+                )
+
+    def _validate_implementations(self, given: Sequence[Implementation[Any, Any]]) -> None:
+        where = f"kernel {self.op_id!r} ({type(self).__name__})"
+        for item in given:
+            if not isinstance(item, Implementation):
+                raise TypeError(f"{where}: implementations holds {shown(item)}")
+        names = [item.name for item in given]
+        if len(set(names)) < len(names) or REFERENCE in names:
+            raise TypeError(
+                f"{where}: its implementations are called {', '.join(names)}; each needs a name "
+                f"of its own, and {REFERENCE!r} is taken"
+            )
+        methods = [m for method in METHODS for m in written_methods(type(self), method)]
+        if methods or self.supports or self.limits:
+            said = ", ".join(methods) or "supports or limits"
+            raise TypeError(
+                f"{where} has implementations and also {said}; an implementation has all of "
+                "these itself"
+            )
+
+    def _validate_methods(self) -> None:
+        cls = type(self)
+        runs = written_methods(cls, "run")
+        if not runs:
+            raise TypeError(
+                f"kernel {self.op_id!r} ({cls.__name__}) has no run method; write "
+                "run(self, *args, cfg, **kwargs) or one of run_triton, run_pallas, run_xla, "
+                "run_gpu, run_tpu, run_cpu; or give it implementations"
+            )
+        forward, backward = (bool(written_methods(cls, m)) for m in ("fwd_with_residuals", "vjp"))
+        if forward != backward:
+            have, lack = ("fwd_with_residuals", "vjp") if forward else ("vjp", "fwd_with_residuals")
+            raise TypeError(
+                f"kernel {self.op_id!r} ({cls.__name__}) defines {have} without {lack}; a gradient "
+                "needs both (or custom_vjp alone)"
+            )
+        names = [method.removeprefix("run_") for method in runs]
+        for attribute in ("supports", "limits"):
+            if unknown := sorted(set(getattr(self, attribute)) - set(names)):
+                raise TypeError(
+                    f"kernel {self.op_id!r} ({cls.__name__}): {attribute} names "
+                    f"{', '.join(unknown)}, but it has {', '.join(names)}"
+                )
+        for name, limits in self.limits.items():
+            if dataclasses.is_dataclass(self.config_type) and (
+                unknown := limits.unknown_fields(self.config_type)
+            ):
+                raise TypeError(
+                    f"kernel {self.op_id!r} ({cls.__name__}): limits[{name!r}] names "
+                    f"{', '.join(unknown)}, which {class_name(self.config_type)} does not have"
                 )
 
     # --- identity --------------------------------------------------------------------------------
@@ -202,17 +234,20 @@ class Kernel(Generic[Cfg, Out]):
 
     # --- what a kernel author may override -------------------------------------------------------
 
+    @default
     def prepare(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Normalise the arguments before anything else sees them."""
         return args, kwargs
 
+    @default
     def run(self, *args: Any, cfg: Cfg, **kwargs: Any) -> Out:
         """Compute the operation with a config: the default implementation, for any device."""
         raise NotImplementedError(f"kernel {self.full_op_id} has no run method for this device")
 
+    @default
     def heuristic_cfg(self, inv: Invocation[Cfg, Out]) -> Cfg:
         """A good config without measuring; by default the config class with all its defaults."""
-        if self.config_type is not None and _constructible(self.config_type):
+        if is_constructible(self.config_type):
             return self.config_type()  # type: ignore[no-any-return]
         raise NotImplementedError(f"kernel {self.full_op_id} has no heuristic_cfg method")
 
@@ -224,10 +259,12 @@ class Kernel(Generic[Cfg, Out]):
         """
         return False
 
+    @default
     def candidate_cfgs(self, inv: Invocation[Cfg, Out]) -> Iterable[Cfg]:
         """Configs worth trying. Another name for `config_space`; write either."""
         return [self.heuristic_cfg(inv)]
 
+    @default
     def config_space(self, inv: Invocation[Cfg, Out]) -> Iterable[Cfg]:
         """Configs worth trying. Another name for `candidate_cfgs`; write either."""
         return [self.heuristic_cfg(inv)]
@@ -256,15 +293,70 @@ class Kernel(Generic[Cfg, Out]):
             )
         return tuple(result[0]), {**result[1], **demand_of(kwargs)}
 
+    @property
+    def config_types(self) -> tuple[Any, ...]:
+        """The classes of its configs, those of the preferred implementations first."""
+        if not self.implementations:
+            return () if self.config_type is None else (self.config_type,)
+        return tuple(dict.fromkeys(item.config for item in self.implementations))
+
+    def config_from_plain(self, plain: Any, type_name: str) -> Any:
+        """The config that was written as `plain`; `type_name` says which of its classes it is.
+
+        A kernel with one class takes it for that, whatever the name.
+        """
+        types = self.config_types or (config_type_named(type_name),)
+        named = [cls for cls in types if len(types) == 1 or qualified_name(cls) == type_name]
+        if not named:
+            raise TypeError(
+                f"kernel {self.full_op_id} has no configs of the class {shown(type_name)}; it has "
+                f"{', '.join(map(class_name, types))}"
+            )
+        return from_plain(plain, named[0])
+
+    def implementations_here(self) -> Sequence[Implementation[Any, Any]]:
+        """The implementations that run on the current device, the preferred one first."""
+        kind = device_kind()
+        if not self.implementations:
+            return implementations_of(self, kind)
+        return [item for item in self.implementations if item.runs_on(kind)]
+
+    def all_implementations(self) -> Sequence[Implementation[Any, Any]]:
+        """The implementations for any device; not the reference, which has no configs."""
+        return self.implementations or all_implementations_of(self, device_kind())
+
+    def has_gradient_rule(self) -> bool:
+        """Whether any of its implementations has a gradient rule of its own."""
+        return any(item.backward is not None for item in self.all_implementations())
+
+    def implementation(self, name: str) -> Implementation[Any, Any]:
+        """The implementation of this name: of a run method its suffix, `"run"` without one.
+
+        `"reference"` is the definition, if there is one.
+        """
+        found = {item.name: item for item in self.all_implementations()}
+        if has_reference(self):
+            definition = getattr(self, REFERENCE)
+            found[REFERENCE] = Implementation(
+                name=REFERENCE, forward=lambda *args, cfg, **kwargs: definition(*args, **kwargs)
+            )
+        if name not in found:
+            raise ValueError(
+                f"kernel {self.full_op_id}: implementation={name!r} does not exist; it has "
+                f"{', '.join(found)}"
+            )
+        return found[name]
+
     def heuristic(self, inv: Invocation[Cfg, Out]) -> Cfg:
         """The heuristic config of the current device, checked."""
-        return self._heuristic_of(inv, serving(self, inv))
-
-    def _heuristic_of(self, inv: Invocation[Cfg, Out], implementation: str | None) -> Cfg:
         if demands_reference(inv):
             raise ValueError(no_config_message(inv))
-        found = find_method(self, "heuristic_cfg", device_kind(), Kernel, implementation)
-        cfg = (found or self.heuristic_cfg)(inv)
+        return self._heuristic_of(inv, serving(self, inv))
+
+    def _heuristic_of(
+        self, inv: Invocation[Cfg, Out], implementation: Implementation[Any, Any]
+    ) -> Cfg:
+        cfg = implementation.default_config(inv)
         return self._checked(cfg, "heuristic_cfg returned", inv, implementation)
 
     def candidates(self, inv: Invocation[Cfg, Out]) -> list[Cfg]:
@@ -274,59 +366,41 @@ class Kernel(Generic[Cfg, Out]):
         if not self.tune_implementations or demanded(inv) is not None:
             return self._candidates_of(inv, serving(self, inv))
         return [
-            dataclasses.replace(cfg, implementation=name)  # type: ignore[type-var]
-            for name in self.implementations()
-            if not reasons_against(self, name, inv)
-            for cfg in self._candidates_of(inv, name)
+            _for_implementation(cfg, item.name)
+            for item in self.implementations_here()
+            if not item.unsupported(inv)
+            for cfg in self._candidates_of(inv, item)
         ]
 
-    def _candidates_of(self, inv: Invocation[Cfg, Out], implementation: str | None) -> list[Cfg]:
-        listed = find_method(self, "candidate_cfgs", device_kind(), Kernel, implementation)
+    def _candidates_of(
+        self, inv: Invocation[Cfg, Out], implementation: Implementation[Any, Any]
+    ) -> list[Cfg]:
         # A tuner measures on one device, where there is nobody to talk to.
-        configs: Iterable[Any] = [] if listed is None or needs_mesh(self, inv) else listed(inv)
+        listed = None if needs_mesh(self, inv) else implementation.space
+        configs: Iterable[Any] = [] if listed is None else listed(inv)
         if isinstance(configs, Space):
-            configs = configs.of(self.config_type)
+            configs = configs.of(implementation.config)
         checked = [
             self.check_config_class(cfg, "candidate_cfgs (config_space) listed") for cfg in configs
         ]
-        return self.with_heuristic(inv, checked, implementation)
+        return self._with_heuristic(inv, checked, implementation)
 
-    def implementation(self, name: str) -> Any:
-        """The run method with this suffix; `"run"` is the one without.
+    def with_heuristic(self, inv: Invocation[Cfg, Out], configs: Iterable[Cfg]) -> list[Cfg]:
+        """The heuristic config, if there is one, and then the others, each once."""
+        return self._with_heuristic(inv, configs, serving(self, inv))
 
-        `"reference"` is the definition, if there is one. All of them are called with `cfg=`, which
-        the definition does not look at.
-        """
-        if name == REFERENCE and has_reference(self):
-            definition = getattr(self, REFERENCE)
-            return lambda *args, cfg, **kwargs: definition(*args, **kwargs)
-        method = "run" if name == "run" else method_name("run", name)
-        if method not in defined_methods(type(self), "run", Kernel):
-            raise ValueError(
-                f"kernel {self.full_op_id}: implementation={name!r} does not exist; it has "
-                f"{', '.join(implementation_names(type(self)))}"
-            )
-        return getattr(self, method)
-
-    def implementations(self) -> list[str]:
-        """The implementations that can serve the current device, the most specific first."""
-        have = defined_methods(type(self), "run", Kernel)
-        names = [method_name("run", suffix) for suffix in suffix_order(device_kind())]
-        return [name.removeprefix("run_") for name in names if name in have]
-
-    def with_heuristic(
+    def _with_heuristic(
         self,
         inv: Invocation[Cfg, Out],
         configs: Iterable[Cfg],
-        implementation: str | None = None,
+        implementation: Implementation[Any, Any],
     ) -> list[Cfg]:
-        """The heuristic config, if there is one, and then the others, each once."""
         found: list[Cfg] = []
-        with contextlib.suppress(NotImplementedError):  # a space without a favourite is fine
-            found.append(self._heuristic_of(inv, implementation or serving(self, inv)))
-        distinct: dict[str, Cfg] = {}
+        with contextlib.suppress(NotImplementedError):  # a space without a heuristic is fine
+            found.append(self._heuristic_of(inv, implementation))
+        distinct: dict[Any, Cfg] = {}
         for cfg in (*found, *configs):
-            distinct.setdefault(stable_json(cfg), cfg)
+            distinct.setdefault((type(cfg), stable_json(cfg)), cfg)
         return list(distinct.values())
 
     def check_config(
@@ -346,26 +420,34 @@ class Kernel(Generic[Cfg, Out]):
         cfg: Any,
         origin: str,
         inv: Invocation[Cfg, Out] | None,
-        implementation: str | None,
+        implementation: Implementation[Any, Any] | None,
     ) -> Cfg:
         self.check_config_class(cfg, origin)
         if reasons := field_reasons(cfg):
             raise TypeError(self._refusal(cfg, origin, reasons))
-        if inv is not None and (reasons := limit_reasons(self, cfg, inv, implementation)):
-            raise ValueError(self._refusal(cfg, origin, reasons))
+        if inv is not None:
+            chosen = implementation or serving(self, inv, cfg)
+            if not chosen.takes(cfg):
+                raise TypeError(self._not_of(cfg, origin, (chosen.config,), f" for {chosen.name}"))
+            if reasons := limit_reasons(chosen, cfg, inv):
+                raise ValueError(self._refusal(cfg, origin, reasons))
         return with_plain_numbers(cfg)  # type: ignore[no-any-return]
 
     def check_config_class(self, cfg: Any, origin: str = "cfg is") -> Cfg:
-        """Return `cfg` if it is of this kernel's config class, else raise a `TypeError`."""
-        expected = self.config_type
-        if isinstance(expected, type) and not isinstance(cfg, expected):
-            raise TypeError(
-                f"kernel {self.full_op_id}: {origin} {shown(cfg, 1000)} ({type(cfg).__name__}); "
-                f"this kernel's configs are {expected.__name__} objects"
-            )
+        """Return `cfg` if it is of a config class of this kernel, else raise a `TypeError`."""
+        classes = self.config_types
+        known = all(isinstance(cls, type) for cls in classes)
+        if classes and known and not isinstance(cfg, classes):
+            raise TypeError(self._not_of(cfg, origin, classes))
         if cfg is None:
             raise TypeError(f"kernel {self.full_op_id}: {origin} None; a config is needed")
         return cfg  # type: ignore[no-any-return]
+
+    def _not_of(self, cfg: Any, origin: str, classes: tuple[Any, ...], purpose: str = "") -> str:
+        return (
+            f"kernel {self.full_op_id}: {origin} {shown(cfg, 1000)} ({type(cfg).__name__}); "
+            f"this kernel's configs{purpose} are {' or '.join(map(class_name, classes))} objects"
+        )
 
     def _refusal(self, cfg: Any, origin: str, reasons: list[str]) -> str:
         return (
@@ -412,15 +494,9 @@ class Kernel(Generic[Cfg, Out]):
 Kernel.__call__ = Kernel._call  # type: ignore[attr-defined, method-assign]
 
 
-def implementation_names(cls: type) -> list[str]:
-    """What a call may ask for by name: what takes a config, and the reference."""
-    names = configured_names(cls)
-    return [*names, REFERENCE] if has_reference(cls) else names
-
-
-def configured_names(cls: type) -> list[str]:
-    """The implementations of a kernel class by name: `run` and `run_xla` are `run` and `xla`."""
-    return [method.removeprefix("run_") for method in defined_methods(cls, "run", Kernel)]
+def _for_implementation(cfg: Any, name: str) -> Any:
+    """A config that says which implementation it is for, if its class alone does not."""
+    return dataclasses.replace(cfg, implementation=name) if hasattr(cfg, IMPLEMENTATION) else cfg
 
 
 def _give_both_names(cls: type) -> None:
@@ -434,7 +510,7 @@ def _give_both_names(cls: type) -> None:
 
 def _refuse_reserved_keyword(cls: type) -> None:
     """Refuse a run method that takes `implementation`: it would never get it."""
-    for name in defined_methods(cls, "run", Kernel):
+    for name in written_methods(cls, "run"):
         method = vars(cls).get(name)
         if isinstance(method, types.FunctionType):
             taken = method.__code__.co_varnames[
@@ -466,19 +542,6 @@ def _declared_config_type(cls: type) -> Any:
             ):
                 return arguments[0]
     return None
-
-
-def _constructible(cls: Any) -> bool:
-    return dataclasses.is_dataclass(cls) and all(
-        field.default is not dataclasses.MISSING
-        or field.default_factory is not dataclasses.MISSING
-        or not field.init
-        for field in dataclasses.fields(cls)
-    )
-
-
-def _class_name(cls: Any) -> str:
-    return str(getattr(cls, "__name__", cls))
 
 
 def _name_from_class(cls: type) -> str:

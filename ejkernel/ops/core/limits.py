@@ -11,9 +11,10 @@ import numpy as np
 
 from ...store.reading import shown
 from ..utils.serialize import field_paths, field_types, is_symbolic, reasons_against_type
-from .supports import IMPLEMENTATION, demanded, reasons_against, serving
+from .supports import serving
 
 if TYPE_CHECKING:
+    from .implementation import Implementation
     from .invocation import Invocation
     from .kernel import Kernel
 
@@ -169,26 +170,6 @@ def _plain(value: Any) -> Any:
     return value if all(a is b for a, b in zip(items, value, strict=True)) else items
 
 
-def limit_reasons(
-    kernel: Kernel[Any, Any],
-    cfg: Any,
-    inv: Invocation[Any, Any],
-    implementation: str | None = None,
-) -> list[str]:
-    """Why a config of the right type cannot serve a call, by the limits of its implementation.
-
-    Raises `NotSupported`, or another `ValueError`, if the config names an implementation that
-    cannot serve the call.
-    """
-    if not kernel.limits and getattr(cfg, IMPLEMENTATION, None) is None:
-        return []
-    name = implementation or serving(kernel, inv, cfg) or next(iter(kernel.implementations()), None)
-    limits = None if name is None else kernel.limits.get(name)
-    if limits is None:
-        return []
-    return [f"{reason}, for {name}" for reason in limits.reasons_against(cfg, inv)]
-
-
 def reasons_against_config(
     kernel: Kernel[Any, Any], cfg: Any, inv: Invocation[Any, Any]
 ) -> list[str]:
@@ -198,17 +179,20 @@ def reasons_against_config(
     """
     if reasons := field_reasons(cfg):
         return reasons
-    named = getattr(cfg, IMPLEMENTATION, None) if demanded(inv) is None else None
     try:
-        if named is not None:
-            kernel.implementation(named)  # it exists
-            if reasons := reasons_against(kernel, named, inv):
-                return [f"{IMPLEMENTATION}={named!r}: {reason}" for reason in reasons]
-        reasons = limit_reasons(kernel, cfg, inv)
-    except ValueError as error:  # what it names cannot serve
+        reasons = limit_reasons(serving(kernel, inv, cfg), cfg, inv)
+    except ValueError as error:  # what it names does not exist, or cannot serve
         return [str(error)]
     not_supported = getattr(kernel, "not_supported", None)
     return reasons if not_supported is None else [*reasons, *not_supported(cfg, inv)]
+
+
+def limit_reasons(
+    implementation: Implementation[Any, Any], cfg: Any, inv: Invocation[Any, Any]
+) -> list[str]:
+    """Why a config of the right type cannot serve a call, by the limits of its implementation."""
+    reasons = implementation.limits.reasons_against(cfg, inv)
+    return [f"{reason}, for {implementation.name}" for reason in reasons]
 
 
 def _is_power_of_two(value: Any) -> bool:

@@ -15,39 +15,23 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from ..utils import environment
-from ..utils.fingerprint import device_kind
 from ..utils.meta import collect_label, label, stamped
 from ..utils.primitives import when_lowered
 from ..utils.specification import write_specification
 from .derivatives import way_out
-from .dispatch import defined_methods, find_method
-from .gradients import Chosen, call_with_jvp, call_with_rule, find_rule, rule_by_jax
+from .gradients import Chosen, call_with_jvp, call_with_rule, rule_by_jax, rule_of
 from .invocation import array_owners, is_inexact
 from .kernel import Kernel
 from .static_part import split
 from .supports import REFERENCE, demand_of, demanded, serving, without_demand
 
 if TYPE_CHECKING:
+    from .implementation import Implementation
     from .invocation import Invocation
 
 Stage = Callable[[Callable[..., Any]], Callable[..., Any]]
 Select = Callable[["Invocation[Any, Any]"], Any]
 """The config of a call; asked for each way in which a program uses it."""
-
-
-def find_run(kernel: Kernel[Any, Any], name: str | None = None) -> Any:
-    """The `run` method of an implementation; None takes the usual order of the current device."""
-    kind = device_kind()
-    if name is not None:
-        return kernel.implementation(name)
-    run = find_method(kernel, "run", kind, Kernel)
-    if run is None:
-        have = ", ".join(defined_methods(type(kernel), "run", Kernel))
-        raise NotImplementedError(
-            f"kernel {kernel.full_op_id} has no implementation for {kind}: it has {have}; "
-            f"add run_{kind} or run"
-        )
-    return run
 
 
 def run_unlabelled(inv: Invocation[Any, Any], kernel: Kernel[Any, Any], cfg: Any) -> Any:
@@ -100,15 +84,15 @@ def _run(
             call, args=args, kwargs={**kwargs, **demand}, differentiated=tuple(names)
         )
         cfg = select(asked)
-        name = serving(kernel, asked, cfg)
-        run = find_run(kernel, name)
+        implementation = serving(kernel, asked, cfg)
+        run = implementation.forward
 
         def primal(*arrays: Any) -> Any:
             args, kwargs = rest.merge(arrays)
             out = run(*args, cfg=cfg, **kwargs)
             return out if names or not runs_forward else when_lowered(out, runs_forward)
 
-        rule = find_rule(kernel, run, cfg, device_kind(), name)
+        rule = rule_of(implementation, cfg, kernel.full_op_id)
         return Chosen(primal, rule or rule_by_jax(run, cfg), stage(asked, cfg))
 
     if demanded(inv) == REFERENCE or not any(map(is_inexact, arrays)):
@@ -122,10 +106,10 @@ def _run(
 def _has_rule(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> bool:
     """Whether a gradient rule of the kernel's own, not JAX, differentiates a call."""
     if kernel.tune_implementations and demanded(inv, inv.override_cfg) is None:
-        names: Sequence[str | None] = kernel.implementations()
+        choices: Sequence[Implementation[Any, Any]] = kernel.implementations_here()
     else:
-        names = [serving(kernel, inv, inv.override_cfg)]
-    return any(find_rule(kernel, kernel.run, None, device_kind(), name) for name in names)
+        choices = [serving(kernel, inv, inv.override_cfg)]
+    return any(choice.backward is not None for choice in choices)
 
 
 def _labelling_stage(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], cfg: Any) -> Stage:

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from ..utils.fingerprint import device_kind, is_array
-from .dispatch import method_name, suffix_order
 
 if TYPE_CHECKING:
+    from .implementation import Implementation
     from .invocation import Invocation
     from .kernel import Kernel
 
@@ -107,62 +107,56 @@ def no_config_message(inv: Invocation[Any, Any]) -> str:
     )
 
 
-def reasons_against(kernel: Kernel[Any, Any], name: str, inv: Invocation[Any, Any]) -> list[str]:
-    """Why an implementation cannot serve a call on the current device."""
-    kind = device_kind()
-    suffix = "" if name == "run" else name
-    if name != REFERENCE and suffix not in suffix_order(kind):
-        serves = [k for k in ("gpu", "tpu", "cpu") if suffix in suffix_order(k)]
-        return [f"it serves {' and '.join(serves)} devices, and this is a {kind}"]
-    declared = kernel.supports.get(name)
-    return [] if declared is None else declared.reasons_against(inv)
-
-
-def serving(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], cfg: Any = None) -> str | None:
-    """The name of the implementation that serves a call; None if nothing depends on the call.
+def serving(
+    kernel: Kernel[Any, Any], inv: Invocation[Any, Any], cfg: Any = None
+) -> Implementation[Any, Any]:
+    """The implementation that serves a call, or that a config of it is for.
 
     Raises `NotSupported` with every reason if there is none.
     """
-    if (name := inv.kwargs.get(IMPLEMENTATION)) is not None:
-        kernel.implementation(name)  # it exists
-        if reasons := reasons_against(kernel, name, inv):
-            raise NotSupported(_refusal(kernel, inv, name, reasons))
-        return str(name)
-    if (name := getattr(cfg, IMPLEMENTATION, None)) is not None:
-        kernel.implementation(name)
-        declared = kernel.supports.get(name)
-        if declared is not None and (reasons := declared.reasons_against(inv)):
-            raise NotSupported(_refusal(kernel, inv, name, reasons))
-        return str(name)
-    if not kernel.supports:
-        return None
-    names = kernel.implementations()
-    for name in names:
-        if not reasons_against(kernel, name, inv):
-            return name
-    if not names:
-        return None  # `find_run` says so
+    if (name := demanded(inv, cfg)) is not None:
+        chosen = kernel.implementation(name)
+        if reasons := chosen.unsupported(inv):
+            raise NotSupported(_refusal(kernel, inv, chosen, reasons))
+        return chosen
+    here = kernel.implementations_here()
+    for implementation in here:
+        if (cfg is None or implementation.takes(cfg)) and not implementation.unsupported(inv):
+            return implementation
+    if not here:
+        kind, have = device_kind(), ", ".join(i.name for i in kernel.all_implementations())
+        raise NotImplementedError(
+            f"kernel {kernel.full_op_id} has no implementation for {kind}: it has {have}; "
+            f"add one for it (run_{kind}, or run for any device)"
+        )
     raise NotSupported(_refusal(kernel, inv, None, []))
 
 
 def _refusal(
-    kernel: Kernel[Any, Any], inv: Invocation[Any, Any], name: str | None, reasons: list[str]
+    kernel: Kernel[Any, Any],
+    inv: Invocation[Any, Any],
+    chosen: Implementation[Any, Any] | None,
+    reasons: list[str],
 ) -> str:
     call = f"{kernel.full_op_id}({inv.signature})"
-    others = {n: reasons_against(kernel, n, inv) for n in kernel.implementations() if n != name}
-    if name is None:
+    able = [kernel.implementation(REFERENCE)] if has_reference(kernel) else []
+    others = {
+        i.name: i.unsupported(inv)
+        for i in [*kernel.implementations_here(), *able]
+        if chosen is None or i.name != chosen.name
+    }
+    if chosen is None:
+        last = others.pop(REFERENCE, ["there is none"])
         lines = [f"no implementation can serve {call} on this {device_kind()}:"]
-        lines += [f"  {method_name('run', n)}: {'; '.join(r)}" for n, r in others.items()]
-        if has_reference(kernel) and not reasons_against(kernel, REFERENCE, inv):
+        lines += [f"  {name}: {'; '.join(r)}" for name, r in others.items()]
+        if not last:
             lines.append(f"{IMPLEMENTATION}={REFERENCE!r} can: it is the definition, and slow.")
         return "\n".join(lines)
-    if has_reference(kernel) and name != REFERENCE:
-        others[REFERENCE] = reasons_against(kernel, REFERENCE, inv)
-    able = [n for n, r in others.items() if not r]
-    lines = [f"implementation={name!r} cannot serve {call}:", *(f"  {r}" for r in reasons)]
-    lines += [f"  {n!r} cannot either: {'; '.join(r)}" for n, r in others.items() if r]
-    if able:
-        lines.append(f"Leave implementation out, or use {' or '.join(map(repr, able))}.")
+    lines = [f"implementation={chosen.name!r} cannot serve {call}:", *(f"  {r}" for r in reasons)]
+    lines += [f"  {name!r} cannot either: {'; '.join(r)}" for name, r in others.items() if r]
+    names = [repr(name) for name, r in others.items() if not r]
+    if names:
+        lines.append(f"Leave implementation out, or use {' or '.join(names)}.")
     return "\n".join(lines)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from ..core.dispatch import defined_methods
+from ..core.methods import is_written, written_methods
 from ..core.static_part import ARRAY, StaticPart, split
 from ..core.supports import IMPLEMENTATION
 from ..utils.fingerprint import is_array
@@ -326,15 +326,13 @@ def _named(function: Any, kernel: Kernel[Any, Any]) -> Any:
     return function
 
 
-def takes_keywords(cls: type) -> bool:
-    """True if a run method, or `prepare`, has keywords of its own, beside `cfg`."""
-    from ..core.kernel import Kernel
-
-    names = defined_methods(cls, "run", Kernel)
-    if getattr(cls, "prepare", None) is not Kernel.prepare:
-        names.append("prepare")
-    for name in names:
-        for parameter in inspect.signature(getattr(cls, name)).parameters.values():
+def takes_keywords(cls: type[Kernel[Any, Any]]) -> bool:
+    """True if a run function, or `prepare`, has keywords of its own, beside `cfg`."""
+    functions = run_functions(cls)
+    if is_written(cls, "prepare"):
+        functions.append(cls.prepare)
+    for function in functions:
+        for parameter in inspect.signature(function).parameters.values():
             if parameter.kind is parameter.VAR_KEYWORD or (
                 parameter.kind is not parameter.VAR_POSITIONAL
                 and parameter.name not in ("self", "cfg")
@@ -347,11 +345,11 @@ def takes_keywords(cls: type) -> bool:
     return False
 
 
-def static_keywords(cls: type) -> set[str]:
-    """Keywords that run methods surely mean as static: by their default or annotation."""
+def static_keywords(cls: type[Kernel[Any, Any]]) -> set[str]:
+    """Keywords that run functions surely mean as static: by their default or annotation."""
     found = set()
-    for name in defined_methods(cls, "run", object):
-        for parameter in inspect.signature(getattr(cls, name)).parameters.values():
+    for function in run_functions(cls):
+        for parameter in inspect.signature(function).parameters.values():
             if parameter.kind is parameter.KEYWORD_ONLY and (
                 type(parameter.default) in _STATIC_TYPES
                 or parameter.annotation in _STATIC_TYPES
@@ -359,6 +357,12 @@ def static_keywords(cls: type) -> set[str]:
             ):
                 found.add(parameter.name)
     return found
+
+
+def run_functions(cls: type[Kernel[Any, Any]]) -> list[Callable[..., Any]]:
+    """What a kernel class runs: its run methods, or the forward functions it lists."""
+    listed = [item.forward for item in cls.implementations]
+    return listed or [getattr(cls, name) for name in written_methods(cls, "run")]
 
 
 _STATIC_TYPES = (bool, int, float, complex, str, bytes)

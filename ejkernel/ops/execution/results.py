@@ -234,15 +234,18 @@ def _entry_from_plain(plain: Any, where: str) -> Entry:
             raise ValueError(f"{where}: its {name} is {shown(plain[name])}")
     op_id, type_name = plain["op_id"], plain["config_type"]
     kernel = catalog.find(op_id)
-    declared = kernel.config_type if kernel is not None else None
-    config_type = declared or config_type_named(type_name)
-    if config_type is Any and isinstance(plain["config"], dict):
+    known = bool(kernel and kernel.config_types) or config_type_named(type_name) is not Any
+    if not known and isinstance(plain["config"], dict):
         raise ValueError(
             f"{where}: the config class {shown(type_name)} of {shown(op_id)} is not loaded; "
             "import the module that defines the kernel first"
         )
     try:
-        cfg = from_plain(plain["config"], config_type)
+        cfg = (
+            from_plain(plain["config"], config_type_named(type_name))
+            if kernel is None
+            else kernel.config_from_plain(plain["config"], type_name)
+        )
     except Exception as error:  # a class may check its fields as it likes
         raise ValueError(f"{where}: {str(error) or type(error).__name__}") from error
     return Entry(

@@ -1,8 +1,8 @@
 """What made a tuned config: the source of its kernel, and the versions of what compiled it.
 
 The hash covers what decides how a candidate performs and whether it is right: the kernel's methods
-with those of its base classes up to `Kernel`, and the functions and constants of the same package
-that they use by name. It leaves out comments, docstrings and layout, and the methods that only
+with those of its base classes up to `Kernel`, the passes of its implementations, and the functions
+and constants of the same package that they use by name. It leaves out comments, docstrings and layout, and the methods that only
 list or pick candidates: a candidate that is added must not make the others measured again. What a
 function imports in its body, and functions of other packages, are not followed.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import enum
 import functools
 import linecache
@@ -28,6 +29,7 @@ from .serialize import is_dtype_like
 from .stable import code_hash, short_hash, stable_json
 
 _LISTING = ("candidate_cfgs", "config_space", "heuristic_cfg")
+_PASSES = ("forward", "forward_with_residuals", "backward")
 _FRAMEWORK = ("ejkernel.ops", "ejkernel.store")
 _STANDARD = frozenset(sys.stdlib_module_names) - {"__main__"}
 _LOADED = time.time()
@@ -111,6 +113,10 @@ class _Reader:
             if self._is_new(inner) and self._is_near(inner.__module__):
                 yield f"{name}: class"
                 yield from self._class(inner)
+        elif isinstance(inner, (tuple, list)) and any(map(dataclasses.is_dataclass, inner)):
+            for item in inner:  # implementations
+                for attribute in _PASSES:
+                    yield from self._value(attribute, getattr(item, attribute, None))
         elif _is_constant(inner):
             with contextlib.suppress(TypeError):  # what has no stable form is left out
                 yield f"{name}: {stable_json(inner)}"

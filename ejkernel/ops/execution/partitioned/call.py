@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...core.gradients import defines_gradient
 from ...core.invocation import Invocation
 from ...core.kernel import Kernel
 from ...core.partitioning import Layout, Shards
@@ -79,7 +78,7 @@ class PartitionedCall:
         count it: the first one does. For `across` dimensions that is also what JAX's gradient of a
         sum over devices needs; a rule of the kernel's own knows what it sums.
         """
-        own = shards.rule.across if defines_gradient(self.kernel) else ()
+        own = shards.rule.across if self.kernel.has_gradient_rule() else ()
         return [
             _of_first(dout, shards.repeating(dims, apart_from=own))
             for dout, dims in zip(douts, self.layout.outputs, strict=True)

@@ -1,0 +1,115 @@
+"""One way to compute an operation: what it can do, its configs, its two passes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Generic
+
+from ..utils.fingerprint import device_kind
+from .limits import Limits
+from .supports import Supports
+from .types import Cfg, Out
+
+if TYPE_CHECKING:
+    from .invocation import Invocation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Implementation(Generic[Cfg, Out]):
+    """One way to compute an operation; a kernel has a list of them, the preferred one first::
+
+        class Scale(Kernel[Any, jax.Array]):
+            implementations = (
+                Implementation(name="pallas", devices=("tpu",), config=Blocks, forward=tpu.scale),
+                Implementation(name="xla", config=Chunks, forward=xla.scale),
+            )
+
+    A call goes to the first that runs on the device and supports the call.
+
+    Args:
+      name: what `implementation=` and messages call it.
+      forward: `forward(*args, cfg, **kwargs)` gives the output.
+      config: the class of its configs. Where implementations have classes of their own, a config
+        says by its class which one it is for.
+      devices: kinds of devices that it runs on; None: all.
+      heuristic: a good config for an `Invocation`, without measuring; None: the class's defaults.
+      space: configs worth trying for an `Invocation`; None: only the heuristic one.
+      supports: which calls it can serve.
+      limits: what the fields of its configs may be.
+      forward_with_residuals: gives the output and what `backward` needs beside the arguments.
+      backward: `backward(residuals, out, dout, *args, cfg, **kwargs)` gives one gradient for each
+        positional argument, None where there is none, and then one dict for keywords if any has
+        one. Without the two, JAX differentiates `forward`.
+      reads_out: whether `backward` looks at `out`; if not, it is not kept for it.
+    """
+
+    name: str
+    forward: Callable[..., Out]
+    config: Any = None
+    devices: tuple[str, ...] | None = None
+    heuristic: Callable[[Invocation[Any, Any]], Cfg] | None = None
+    space: Callable[[Invocation[Any, Any]], Iterable[Cfg]] | None = None
+    supports: Supports = dataclasses.field(default_factory=Supports)
+    limits: Limits = dataclasses.field(default_factory=Limits)
+    forward_with_residuals: Callable[..., tuple[Out, Any]] | None = None
+    backward: Callable[..., Any] | None = None
+    reads_out: bool = True
+
+    def __post_init__(self) -> None:
+        if (self.forward_with_residuals is None) != (self.backward is None):
+            have, lack = "forward_with_residuals", "backward"
+            if self.backward is not None:
+                have, lack = lack, have
+            raise TypeError(
+                f"implementation {self.name!r} has {have} without {lack}; a gradient needs both"
+            )
+        if dataclasses.is_dataclass(self.config) and (
+            unknown := self.limits.unknown_fields(self.config)
+        ):
+            raise TypeError(
+                f"implementation {self.name!r}: its limits name {', '.join(unknown)}, which "
+                f"{class_name(self.config)} does not have"
+            )
+
+    def runs_on(self, kind: str) -> bool:
+        """Whether it runs on this kind of device."""
+        return self.devices is None or kind in self.devices
+
+    def unsupported(self, inv: Invocation[Any, Any]) -> list[str]:
+        """Why it cannot serve a call on the current device, in sentences; empty if it can."""
+        kind = device_kind()
+        if not self.runs_on(kind):
+            served = " and ".join(self.devices or ())
+            return [f"it serves {served} devices, and this is a {kind}"]
+        return self.supports.reasons_against(inv)
+
+    def takes(self, cfg: Any) -> bool:
+        """Whether a config is of its class."""
+        return not isinstance(self.config, type) or isinstance(cfg, self.config)
+
+    def default_config(self, inv: Invocation[Any, Any]) -> Any:
+        """The heuristic config of a call, not checked."""
+        if self.heuristic is not None:
+            return self.heuristic(inv)
+        if is_constructible(self.config):
+            return self.config()
+        raise NotImplementedError(
+            f"{inv.full_op_id}: {self.name} has no heuristic, and not all fields of its config "
+            f"{class_name(self.config)} have defaults"
+        )
+
+
+def class_name(cls: Any) -> str:
+    """A class as messages call it."""
+    return str(getattr(cls, "__name__", cls))
+
+
+def is_constructible(cls: Any) -> bool:
+    """Whether all fields of a config class have defaults."""
+    return dataclasses.is_dataclass(cls) and all(
+        field.default is not dataclasses.MISSING
+        or field.default_factory is not dataclasses.MISSING
+        or not field.init
+        for field in dataclasses.fields(cls)
+    )

@@ -1,0 +1,183 @@
+"""A kernel's methods with suffixes (`run_triton`, `vjp_xla`, …) as `Implementation` objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .implementation import Implementation
+from .limits import Limits
+from .supports import Supports
+
+if TYPE_CHECKING:
+    from .kernel import Kernel
+
+PLATFORMS = ("triton", "pallas", "xla")
+DEVICE_KINDS = ("gpu", "tpu", "cpu")
+SUFFIXES = PLATFORMS + DEVICE_KINDS
+
+METHODS = (
+    "run",
+    "heuristic_cfg",
+    "candidate_cfgs",
+    "config_space",
+    "custom_vjp",
+    "fwd_with_residuals",
+    "vjp",
+)
+
+# Most specific first; "" is the method without a suffix. On CPU `run_xla` is the implementation
+# for this very platform and comes before `run`; on an accelerator it is the last resort.
+_ORDER = {
+    "gpu": ("triton", "gpu", "", "xla"),
+    "tpu": ("pallas", "tpu", "", "xla"),
+    "cpu": ("cpu", "xla", ""),
+}
+
+
+def suffix_order(device_kind: str) -> tuple[str, ...]:
+    """The suffixes that may serve a device kind, most specific first."""
+    return _ORDER.get(device_kind, (device_kind, "", "xla"))
+
+
+def method_name(method: str, suffix: str) -> str:
+    """`run` and `gpu` make `run_gpu`; an empty suffix leaves the name alone."""
+    return f"{method}_{suffix}" if suffix else method
+
+
+def implementations_of(kernel: Kernel[Any, Any], kind: str) -> list[Implementation[Any, Any]]:
+    """The run methods that can serve a device kind, most specific first, as implementations."""
+    return [
+        _implementation(kernel, suffix, kind)
+        for suffix in suffix_order(kind)
+        if _written(kernel, "run", suffix) is not None
+    ]
+
+
+def all_implementations_of(kernel: Kernel[Any, Any], kind: str) -> list[Implementation[Any, Any]]:
+    """All run methods as implementations, those for other devices than this kind included."""
+    return [
+        _implementation(kernel, suffix, kind)
+        for suffix in ("", *SUFFIXES)
+        if _written(kernel, "run", suffix) is not None
+    ]
+
+
+def _implementation(kernel: Kernel[Any, Any], suffix: str, kind: str) -> Implementation[Any, Any]:
+    name = suffix or "run"
+    run = _written(kernel, "run", suffix)
+    assert run is not None
+    order = _method_order(kernel, suffix, kind)
+    heuristic = _find(kernel, "heuristic_cfg", order)
+    space = _find(kernel, "candidate_cfgs", order)
+    forward, backward, reads_out = _gradient(kernel, run, order)
+    others = (k for k in DEVICE_KINDS if suffix in suffix_order(k))
+    return Implementation(
+        name=name,
+        forward=run,
+        config=kernel.config_type,
+        devices=None if suffix in ("", "xla") else tuple(others),
+        heuristic=heuristic[1] if heuristic else kernel.heuristic_cfg,
+        space=space[1] if space else None,
+        supports=kernel.supports.get(name, _ALL),
+        limits=kernel.limits.get(name, _UNLIMITED),
+        forward_with_residuals=forward,
+        backward=backward,
+        reads_out=reads_out,
+    )
+
+
+_ALL, _UNLIMITED = Supports(), Limits()
+
+
+def _method_order(kernel: Kernel[Any, Any], own: str, kind: str) -> list[str]:
+    """The suffixes under which the methods of an implementation are looked for.
+
+    What belongs to another implementation must not be taken: of the other suffixes only those count
+    that have no run method. The method without a suffix is for everybody.
+    """
+    order = suffix_order(kind)
+    free = [s for s in order if s == own or not _written(kernel, "run", s)]
+    if not own:
+        return free
+    return [*([] if own in order else [own]), *(s for s in free if s), ""]
+
+
+def _gradient(
+    kernel: Kernel[Any, Any], run: Callable[..., Any], order: list[str]
+) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None, bool]:
+    """Both documented forms as the two functions of an implementation, and whether `out` is read.
+
+    The more specific form wins; between equals that in one piece does.
+    """
+    one_piece = _find(kernel, "custom_vjp", order)
+    forward = _find(kernel, "fwd_with_residuals", order)
+    backward = _find(kernel, "vjp", order)
+    if forward is None or backward is None:
+        if one_piece is None:
+            return None, None, True
+    elif one_piece is None or max(forward[0], backward[0]) < one_piece[0]:
+        return forward[1], backward[1], True
+    custom_vjp = one_piece[1]
+
+    def nothing_kept(*args: Any, cfg: Any, **kwargs: Any) -> tuple[Any, None]:
+        return run(*args, cfg=cfg, **kwargs), None
+
+    def from_arguments(_: None, out: Any, dout: Any, *args: Any, cfg: Any, **kwargs: Any) -> Any:
+        cotangents = dout if isinstance(dout, tuple) else (dout,)
+        return custom_vjp(args, cfg, kwargs, cotangents)
+
+    from_arguments.__name__ = "custom_vjp"  # errors name what the author wrote
+    return nothing_kept, from_arguments, False
+
+
+def _find(
+    kernel: Kernel[Any, Any], method: str, order: list[str]
+) -> tuple[int, Callable[..., Any]] | None:
+    """The first of the variants of a method that the kernel's own classes define, and which."""
+    for position, suffix in enumerate(order):
+        found = _written(kernel, method, suffix)
+        if found is not None:
+            return position, found
+    return None
+
+
+def _written(kernel: Kernel[Any, Any], method: str, suffix: str) -> Callable[..., Any] | None:
+    name = method_name(method, suffix)
+    return getattr(kernel, name) if is_written(type(kernel), name) else None
+
+
+def check_method_names(cls: type) -> None:
+    """Refuse a class that defines `run_cuda` or the like: it would never be called."""
+    for name, value in vars(cls).items():
+        if not callable(value):
+            continue
+        for method in METHODS:
+            suffix = name.removeprefix(f"{method}_")
+            if suffix != name and name not in METHODS and suffix not in SUFFIXES:
+                raise TypeError(
+                    f"kernel class {cls.__name__} defines {name}(), but {suffix!r} is not a "
+                    f"platform or device kind, so it would never run; known suffixes of {method}_ "
+                    f"are {', '.join(SUFFIXES)} (start helper methods with an underscore)"
+                )
+
+
+def written_methods(cls: type, method: str) -> list[str]:
+    """The variants of `method` that a kernel class implements."""
+    names = [method_name(method, suffix) for suffix in ("", *SUFFIXES)]
+    return [name for name in names if is_written(cls, name)]
+
+
+def is_written(cls: type, name: str) -> bool:
+    """Whether a kernel class has a method that is not the default of `Kernel`."""
+    method = getattr(cls, name, None)
+    return method is not None and not getattr(method, "is_default", False)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def default(method: F) -> F:
+    """Mark a method of `Kernel` as what stands in for one that a kernel does not write."""
+    method.is_default = True  # type: ignore[attr-defined]
+    return method
