@@ -57,9 +57,12 @@ def as_row(x: jax.Array, group: int) -> jax.Array:
 def from_row(x: jax.Array, group: int, length: int) -> jax.Array:
     """The inverse of `as_row`, of which only the first `length` positions are wanted."""
     batch, kv_heads, _, rows = x.shape
-    x = lax.reshape(x, (batch, kv_heads, rows // group, group))
-    x = lax.reshape(lax.transpose(x, (0, 1, 3, 2)), (batch, kv_heads * group, rows // group))
-    return lax.slice_in_dim(x, 0, length, axis=2)
+    if group == 1:
+        x = lax.squeeze(x, (2,))
+    else:
+        x = lax.reshape(x, (batch, kv_heads, rows // group, group))
+        x = lax.reshape(lax.transpose(x, (0, 1, 3, 2)), (batch, kv_heads * group, rows // group))
+    return x if x.shape[2] == length else lax.slice_in_dim(x, 0, length, axis=2)
 
 
 def block(x: jax.Array, index: Index, size: int, axis: int) -> jax.Array:

@@ -92,9 +92,9 @@ class Slice:
         """Its part of a `(batch, kv_heads, ...)` array, in which both may be 1."""
         return self._take(x, 1, self.slices.heads)
 
-    def set_rows(self, x: jax.Array, part: jax.Array) -> jax.Array:
-        """The same array with this part replaced."""
-        return self._put(x, part, 1)
+    def set_rows(self, x: jax.Array, part: jax.Array, start: Index = 0) -> jax.Array:
+        """The same array with this part replaced; a shorter one begins at `start` of its axis 3."""
+        return self._put(x, part, 1, start)
 
     def set(self, x: jax.Array, part: jax.Array, start: Index = 0) -> jax.Array:
         """A `(batch, length, heads or kv_heads, d)` array with its part replaced.
@@ -146,8 +146,7 @@ class Slice:
             starts[0] = times(self.example, part.shape[0])
         if x.shape[head_axis] > 1:
             starts[head_axis] = times(self.head, part.shape[head_axis])
-        if head_axis == 2:
-            starts[1] = position
+        starts[1 if head_axis == 2 else 3] = position
         return put(x, part, starts)
 
 
