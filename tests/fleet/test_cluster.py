@@ -12,7 +12,7 @@ import sys
 import time
 
 import pytest
-from cluster_kernels import Config, Halves
+from cluster_kernels import Halves
 from jobs import ROOT
 
 from ejkernel.ops import PersistentCache

@@ -41,9 +41,13 @@ def expected(name):
     return values_and_gradients(name)
 
 
+def xla_of(name):
+    return kernel_of(name).implementation("xla")
+
+
 def check(name, path, value, **more):
     """True if the config was taken."""
-    cfg = _replaced(kernel_of(name).config_type(), path.split("."), value)
+    cfg = _replaced(xla_of(name).config(), path.split("."), value)
     try:
         found = values_and_gradients(name, cfg=cfg, **more)
     except (TypeError, ValueError) as error:
@@ -57,9 +61,8 @@ def check(name, path, value, **more):
 
 def fields(name):
     """What XLA's implementation has a use for, and what it ignores."""
-    kernel = kernel_of(name)
-    limited = list(kernel.limits["xla"].fields)
-    paths = field_paths(kernel.config_type)
+    limited = list(xla_of(name).limits.fields)
+    paths = field_paths(xla_of(name).config)
     leaves = [p for p in paths if not any(other.startswith(f"{p}.") for other in paths)]
     return limited, [path for path in leaves if path not in limited]
 
@@ -75,7 +78,7 @@ def test_any_value_is_refused_by_name_or_gives_the_right_result(name):
 
     walk()
     for path in limited:  # the ends, whatever was drawn
-        assert check(name, path, kernel_of(name).limits["xla"].fields[path].least)
+        assert check(name, path, xla_of(name).limits.fields[path].least)
         assert not check(name, path, 0)
         assert not check(name, path, 2**31)
 
@@ -159,14 +162,14 @@ wanted = {{name: values_and_gradients(name) for name in OPERATIONS}}
 entries = []
 for name in OPERATIONS:
     kernel, inv = invocation(name)
-    config = {{}}
-    for path in kernel.limits[inv.served_by or "xla"].fields:
+    config, implementation = {{}}, kernel.implementation(inv.served_by or "xla")
+    for path in implementation.limits.fields:
         first, *rest = path.split(".")
         if rest:
             config.setdefault(first, {{}})[rest[0]] = {value!r}
         else:
             config[first] = {value!r}
-    kind = qualified_name(kernel.config_type)
+    kind = qualified_name(implementation.config)
     entries.append({{"key": list(inv.key), "config": config, "config_type": kind, "about": {{}}}})
 path = pathlib.Path({folder!r}) / "planted.json"
 Bundle(entries).save(path)

@@ -18,7 +18,7 @@ from config_calls import CALLS, kernel_of
 
 from ejkernel import modules
 from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionConfig
-from ejkernel.kernels.gated_linear_unit import GatedLinearUnitConfig
+from ejkernel.kernels.gated_linear_unit import GatedLinearUnitXlaConfig
 from ejkernel.kernels.grouped_matmul import GroupedMatmulConfig
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
 from ejkernel.kernels.norm import NormConfig
@@ -49,7 +49,7 @@ FIXED: dict[str, dict[str, Any]] = {
 BLOCKS: dict[str, Any] = {
     "rms_norm": NormConfig(bwd=BwdParams(blocksize_m=4)),
     "layer_norm": NormConfig(bwd=BwdParams(blocksize_m=4)),
-    "gated_linear_unit": GatedLinearUnitConfig(Tile(rows=4), backward_rows=4),
+    "gated_linear_unit": GatedLinearUnitXlaConfig(block_m=4, backward_block_m=4),
     "grouped_matmul": GroupedMatmulConfig(Tile(rows=8), Tile(rows=8), Tile(rows=8)),
     "linear_cross_entropy": LinearCrossEntropyConfig(
         FwdParams(blocksize_m=5), BwdParams(blocksize_m=5, blocksize_n=8)
@@ -156,5 +156,5 @@ def test_kernels_of_accelerators_refuse_it(operation: str) -> None:
             wide = [a.astype(jnp.float64) if i == odd else a for i, a in enumerate(args)]
             call = kernel.bind(*wide, **kwargs)
             for name in ("pallas", "triton"):
-                reasons = kernel.supports[name].reasons_against(call)
+                reasons = kernel.implementation(name).supports.reasons_against(call)
                 assert any("float64" in reason for reason in reasons), name

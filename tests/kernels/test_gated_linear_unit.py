@@ -14,16 +14,23 @@ from ejkernel import targets
 from ejkernel.kernels.gated_linear_unit import (
     ACTIVATIONS,
     GatedLinearUnit,
-    GatedLinearUnitConfig,
+    GatedLinearUnitGpuConfig,
+    GatedLinearUnitTpuConfig,
+    GatedLinearUnitXlaConfig,
     gated_linear_unit_reference,
     pallas_gpu,
     pallas_tpu,
 )
-from ejkernel.kernels.tile import Tile
+from ejkernel.kernels.gated_linear_unit.arguments import Arguments
+from ejkernel.kernels.gated_linear_unit.pallas import passes_of
 from ejkernel.modules import gated_linear_unit
 from ejkernel.ops import NotSupported
 from ejkernel.targets.lowering import standing_on
 
+PALLAS = {
+    "pallas": (pallas_tpu, GatedLinearUnitTpuConfig(16, 16, 16, backward_block_m=8)),
+    "triton": (pallas_gpu, GatedLinearUnitGpuConfig(16, 16, 16, backward_block_m=8)),
+}
 FAST_COMPILE: Any = {"xla_backend_optimization_level": 0}
 
 
@@ -81,7 +88,7 @@ def test_activations_are_those_of_jax(name, plain):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_weights_biases_and_recomputation(stacked, recompute):
     x, weights, biases, dout = inputs(23, 6, 10, stacked=stacked)
-    cfg = GatedLinearUnitConfig(Tile(rows=8), backward_rows=8)  # 23 rows: the last block overlaps
+    cfg = GatedLinearUnitXlaConfig(block_m=8, backward_block_m=8)  # of 23 rows 7 are left over
 
     def ours(x, b_gate, b_up, *weights):
         options = {"b_gate": b_gate, "b_up": b_up, "recompute": recompute, "cfg": cfg}
@@ -141,16 +148,15 @@ def test_recomputation_saves_memory():
 
 
 @pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("module", [pallas_tpu, pallas_gpu])
-def test_interpreted_kernels_equal_the_reference(module, stacked):
+@pytest.mark.parametrize("name", PALLAS)
+def test_interpreted_kernels_equal_the_reference(name, stacked):
     x, weights, biases, _ = inputs(21, 24, 32, stacked=stacked)
-    tile = Tile(16, 16, 16)
+    module, cfg = PALLAS[name]
 
     def pallas(x, *weights):
-        results = module.forward(
-            x, weights, biases, activation="gelu", tile=tile, save=True, interpret=True
-        )
-        return results
+        options = dict(zip(("b_gate", "b_up"), biases, strict=True))
+        call = Arguments.of(x, *weights, activation="gelu", **options)
+        return module.project(call, cfg, save=True, interpret=True)
 
     expected = gated_linear_unit_reference(
         x, *weights, activation="gelu", b_gate=biases[0], b_up=biases[1]
@@ -161,13 +167,13 @@ def test_interpreted_kernels_equal_the_reference(module, stacked):
     assert_close([gate, up], [x @ w_gate + biases[0], x @ w_up + biases[1]])
 
 
-@pytest.mark.parametrize("suffix", ["pallas", "triton"])
+@pytest.mark.parametrize("name", PALLAS)
 @pytest.mark.parametrize("recompute", [False, True])
-def test_gradients_of_the_pallas_implementations(suffix, recompute, monkeypatch):
-    kernel, module = GatedLinearUnit(), {"pallas": pallas_tpu, "triton": pallas_gpu}[suffix]
-    monkeypatch.setattr(module, "forward", partial(module.forward, interpret=True))
+def test_gradients_of_the_pallas_implementations(name, recompute):
+    module, cfg = PALLAS[name]
+    backward = GatedLinearUnit().implementation(name).backward
+    _, ahead = passes_of(partial(module.project, interpret=True))
     x, weights, biases, dout = inputs(19, 16, 16)
-    cfg = GatedLinearUnitConfig(Tile(16, 16, 16), backward_rows=8)
     options = {
         "activation": "silu",
         "recompute": recompute,
@@ -175,10 +181,8 @@ def test_gradients_of_the_pallas_implementations(suffix, recompute, monkeypatch)
     }
 
     def run(x, *weights):
-        ahead = getattr(kernel, f"fwd_with_residuals_{suffix}")
         out, saved = ahead(x, *weights, cfg=cfg, **options)
-        back = getattr(kernel, f"vjp_{suffix}")
-        *gradients, named = back(saved, out, dout, x, *weights, cfg=cfg, **options)
+        *gradients, named = backward(saved, None, dout, x, *weights, cfg=cfg, **options)
         return [out, *gradients, named["b_gate"], named["b_up"]]
 
     got = jax.jit(run, compiler_options=FAST_COMPILE)(x, *weights)
@@ -205,8 +209,8 @@ def test_configs_and_activations_lower(platform, suffix, target, stacked, dtype)
     weights = [(320, 512)] if stacked else [(320, 256), (320, 256)]
     call = [jax.ShapeDtypeStruct(shape, dtype) for shape in [(1000, 320), *weights]]
     inv = kernel.bind(*call, activation="silu")
-    configs = getattr(kernel, f"candidate_cfgs_{suffix}")(inv)
-    ahead = getattr(kernel, f"fwd_with_residuals_{suffix}")
+    implementation = kernel.implementation(suffix)
+    configs, ahead = implementation.space(inv), implementation.forward_with_residuals
     for cfg, activation in zip(configs[:: len(configs) // 5], ACTIVATIONS, strict=False):
         run = jax.jit(partial(ahead, cfg=cfg, activation=activation))
         with standing_on(targets.find(target)):

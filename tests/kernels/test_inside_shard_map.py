@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionConfig
-from ejkernel.kernels.gated_linear_unit import GatedLinearUnitConfig
+from ejkernel.kernels.gated_linear_unit import GatedLinearUnitXlaConfig
 from ejkernel.kernels.grouped_matmul import GroupedMatmulConfig
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
 from ejkernel.kernels.norm import NormConfig
@@ -179,7 +179,7 @@ def gated_units() -> dict[str, Case]:
     cases = {}
     for name, cfg in (
         ("default", None),
-        ("blocks", GatedLinearUnitConfig(Tile(rows=3), backward_rows=3)),
+        ("blocks", GatedLinearUnitXlaConfig(block_m=3, backward_block_m=3)),
     ):
         for recompute in (False, True) if cfg else (False,):
             shapes = {

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionConfig
-from ejkernel.kernels.gated_linear_unit import GatedLinearUnitConfig
+from ejkernel.kernels.gated_linear_unit import GatedLinearUnitXlaConfig
 from ejkernel.kernels.grouped_matmul import GroupedMatmulConfig
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
 from ejkernel.kernels.norm import NormConfig
@@ -137,7 +137,7 @@ def unit(dice: Dice) -> Call:
         "activation": dice.one_of("silu", "gelu", "gelu_tanh", "sigmoid", "identity"),
         "recompute": dice.maybe(),
     }
-    cfg = GatedLinearUnitConfig(Tile(rows=dice.size(25)), backward_rows=dice.size(25))
+    cfg = GatedLinearUnitXlaConfig(block_m=dice.size(25), backward_block_m=dice.size(25))
     return gated_linear_unit, arrays, options, cfg
 
 

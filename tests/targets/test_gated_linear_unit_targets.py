@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -22,11 +24,10 @@ def no_worker_is_left_behind():
 class AndSave(GatedLinearUnit):
     """The forward pass of training, which writes the projections too."""
 
-    def run_pallas(self, *args, **options):
-        return self.fwd_with_residuals_pallas(*args, **options)
-
-    def run_triton(self, *args, **options):
-        return self.fwd_with_residuals_triton(*args, **options)
+    implementations = tuple(
+        dataclasses.replace(item, forward=item.forward_with_residuals)
+        for item in GatedLinearUnit.implementations
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -44,13 +45,9 @@ def test_the_heuristic_config_compiles(name, kernel, shapes, dtype, activation):
     if name not in USABLE:
         pytest.skip(f"nothing compiles for {name} here; `make targets` installs what does")
     call = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-    inv = kernel.bind(*call, activation=activation)
-    heuristic = (
-        kernel.heuristic_cfg_pallas if name.startswith("tpu") else kernel.heuristic_cfg_triton
-    )
-    result = targets.check(
-        kernel, *call, target=name, configs=[heuristic(inv)], activation=activation
-    )
+    implementation = kernel.implementation("pallas" if name.startswith("tpu") else "triton")
+    heuristic = implementation.heuristic(kernel.bind(*call, activation=activation))
+    result = targets.check(kernel, *call, target=name, configs=[heuristic], activation=activation)
     assert [entry.full_text for entry in result if not entry.compiles] == []
     if name.startswith("cuda"):
         assert not any(entry.spilled_bytes for entry in result)

@@ -2,81 +2,87 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
-from ..tile import Tile
-from ..triton_blocks import joint, load, part, store
+from ejkernel.ops import Implementation, Invocation, Limits, Supports
+
+from ..limits import COUNT, TRITON_SIDE, launch
 from .activations import ACTIVATIONS
-from .xla import Biases, Weights, width_of
+from .arguments import Arguments
+from .pallas import passes_of
+from .xla import backward, row_count
 
 
-def forward(
-    x: jax.Array,
-    weights: Weights,
-    biases: Biases,
-    *,
-    activation: str,
-    tile: Tile,
-    save: bool = False,
-    precision: lax.PrecisionLike = None,
-    interpret: bool = False,
-) -> tuple[jax.Array, ...]:
-    """The output ``(m, n)``; with ``save`` also the two projections, in the dtype of ``x``.
+@dataclasses.dataclass(frozen=True)
+class GatedLinearUnitGpuConfig:
+    """Blocks of the products `(m, k) @ (k, n)`, powers of two, and how the kernel is launched.
 
-    The tile's sizes are powers of two.
+    `backward_block_m` are the rows at a time of a gradient that computes the projections again.
     """
-    (rows, depth), columns = x.shape, width_of(weights)
-    gate_function = _gelu if activation == "gelu" else ACTIVATIONS[activation]
-    given = [bias for bias in biases if bias is not None]
-    has_gate_bias, has_up_bias = (bias is not None for bias in biases)
-    offset = columns if len(weights) == 1 else 0  # where the columns of the other weight begin
+
+    block_m: int = 128
+    block_n: int = 64
+    block_k: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+    backward_block_m: int = 1024
+
+
+def project(
+    call: Arguments, cfg: GatedLinearUnitGpuConfig, save: bool, interpret: bool = False
+) -> tuple[jax.Array, ...]:
+    """The output `(m, n)`; with `save` also the two projections, in the dtype of `x`."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plgpu
+
+    from ..triton_blocks import joint, load, part, store
+
+    (rows, depth), columns = call.x.shape, call.columns
+    gate_function = _gelu if call.activation == "gelu" else ACTIVATIONS[call.activation]
+    given = [bias for bias in call.biases if bias is not None]
+    offset = columns if len(call.weights) == 1 else 0  # where the other weight's columns begin
 
     def body(*refs: Any) -> None:
         x_ref, gate_ref, up_ref, *rest = refs
-        bias_refs, out_refs = rest[: len(given)], rest[len(given) :]
-        row, my_rows = part(pl.program_id(0) * tile.rows, tile.rows, rows)
-        first_column = pl.program_id(1) * tile.columns
-        column, my_columns = part(first_column, tile.columns, columns)
+        bias_refs = [None if bias is None else rest.pop(0) for bias in call.biases]
+        row, my_rows = part(pl.program_id(0) * cfg.block_m, cfg.block_m, rows)
+        first_column = pl.program_id(1) * cfg.block_n
+        column, my_columns = part(first_column, cfg.block_n, columns)
+        other = pl.ds(first_column + offset, cfg.block_n)
 
         def add(block: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            inner, there = part(block * tile.depth, tile.depth, depth)
+            inner, there = part(block * cfg.block_k, cfg.block_k, depth)
             left = load(x_ref.at[row, inner], joint(my_rows, there))
             mask = joint(there, my_columns)
-            other = pl.ds(first_column + offset, tile.columns)
-            return (
-                sums[0]
-                + plgpu.dot(left, load(gate_ref.at[inner, column], mask), precision=precision),
-                sums[1] + plgpu.dot(left, load(up_ref.at[inner, other], mask), precision=precision),
-            )
+            rights = load(gate_ref.at[inner, column], mask), load(up_ref.at[inner, other], mask)
+            more = [plgpu.dot(left, right, precision=call.precision) for right in rights]
+            return sums[0] + more[0], sums[1] + more[1]
 
-        zero = jnp.zeros((tile.rows, tile.columns), jnp.float32)
-        gate, up = lax.fori_loop(0, pl.cdiv(depth, tile.depth), add, (zero, zero))
-        added = [load(ref.at[column], my_columns).astype(jnp.float32)[None] for ref in bias_refs]
-        if has_gate_bias:
-            gate += added.pop(0)
-        if has_up_bias:
-            up += added.pop(0)
-        results = (gate_function(gate) * up, gate, up)
-        for out_ref, result in zip(out_refs, results, strict=False):
+        zero = jnp.zeros((cfg.block_m, cfg.block_n), jnp.float32)
+        sums = lax.fori_loop(0, pl.cdiv(depth, cfg.block_k), add, (zero, zero))
+        gate, up = (
+            total
+            if ref is None
+            else total + load(ref.at[column], my_columns).astype(jnp.float32)[None]
+            for total, ref in zip(sums, bias_refs, strict=True)
+        )
+        for out_ref, result in zip(rest, (gate_function(gate) * up, gate, up), strict=False):
             store(out_ref.at[row, column], result, joint(my_rows, my_columns))
 
-    out_shape = jax.ShapeDtypeStruct((rows, columns), x.dtype)
-    call = pl.pallas_call(
+    results = pl.pallas_call(
         body,
-        grid=(pl.cdiv(rows, tile.rows), pl.cdiv(columns, tile.columns)),
-        out_shape=[out_shape] * (3 if save else 1),
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        grid=(pl.cdiv(rows, cfg.block_m), pl.cdiv(columns, cfg.block_n)),
+        out_shape=[jax.ShapeDtypeStruct((rows, columns), call.x.dtype)] * (3 if save else 1),
+        compiler_params=plgpu.CompilerParams(num_warps=cfg.num_warps, num_stages=cfg.num_stages),
         interpret=interpret,
         name="gated_linear_unit",
-    )
-    results: tuple[jax.Array, ...] = tuple(call(x, weights[0], weights[-1], *given))
-    return results
+    )(call.x, call.weights[0], call.weights[-1], *given)
+    return tuple(results)
 
 
 def _gelu(x: jax.Array) -> jax.Array:
@@ -91,3 +97,41 @@ def _gelu(x: jax.Array) -> jax.Array:
     )
     erf: jax.Array = jnp.where(x < 0, -1.0, 1.0) * (1.0 - t * series * jnp.exp(-z * z))
     return 0.5 * x * (1.0 + erf)
+
+
+def _heuristic(inv: Invocation[Any, Any]) -> GatedLinearUnitGpuConfig:
+    """Not measured: two sums of 64 columns take the registers of one of 128."""
+    rows = min(128, max(16, 1 << (row_count(inv) - 1).bit_length()))
+    block_k = 32 if inv.args[0].dtype.itemsize > 2 else 64
+    return GatedLinearUnitGpuConfig(rows, 64, block_k, num_warps=8 if rows == 128 else 4)
+
+
+def _space(inv: Invocation[Any, Any]) -> list[GatedLinearUnitGpuConfig]:
+    sizes = ((16, 64), (32, 64), (64, 64), (128, 64))
+    choices = [(*size, 4) for size in sizes] + [(128, 64, 8), (64, 128, 8), (128, 128, 8)]
+    return [
+        GatedLinearUnitGpuConfig(block_m, block_n, block_k, num_warps)
+        for block_m, block_n, num_warps in choices
+        for block_k in (32, 64)
+    ]
+
+
+forward, forward_with_residuals = passes_of(project)
+
+PALLAS_GPU: Implementation[GatedLinearUnitGpuConfig, jax.Array] = Implementation(
+    name="triton",
+    devices=("gpu",),
+    config=GatedLinearUnitGpuConfig,
+    heuristic=_heuristic,
+    space=_space,
+    supports=Supports(dtypes=("float32", "bfloat16", "float16")),
+    limits=Limits(
+        {"block_m": TRITON_SIDE, "block_n": TRITON_SIDE, "block_k": TRITON_SIDE}
+        | launch("")
+        | {"backward_block_m": COUNT}
+    ),
+    forward=forward,
+    forward_with_residuals=forward_with_residuals,
+    backward=backward,
+    reads_out=False,
+)

@@ -2,9 +2,10 @@
 
 The hash covers what decides how a candidate performs and whether it is right: the kernel's methods
 with those of its base classes up to `Kernel`, the passes of its implementations, and the functions
-and constants of the same package that they use by name. It leaves out comments, docstrings and layout, and the methods that only
-list or pick candidates: a candidate that is added must not make the others measured again. What a
-function imports in its body, and functions of other packages, are not followed.
+and constants of the same package that they use by name. It leaves out comments, docstrings and
+layout, and the functions that only list or pick candidates: a candidate that is added must not make
+the others measured again. What a function imports in its body, and functions of other packages,
+are not followed.
 """
 
 from __future__ import annotations

@@ -1,0 +1,52 @@
+"""Computations that take rows one by one, some rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ejkernel.ops.core.varying import vary_alike
+
+from .slicing import put_in_dim, take_in_dim
+
+
+def in_row_blocks(
+    compute: Callable[..., tuple[Any, Any]], arrays: tuple[Any, ...], block: int, like: Any = ()
+) -> tuple[Any, Any]:
+    """`compute(*arrays)` for `block` rows of the arrays at a time: less memory, and warmer caches.
+
+    Args:
+      compute: gives what it has for each row, and what is to be summed over all rows.
+      arrays: pytrees of arrays whose first axis are the rows.
+      block: rows at a time; those that do not fill a block come last.
+      like: other arrays that `compute` uses; inside a `shard_map` its results vary like these too.
+
+    >>> x = jnp.arange(5.0)
+    >>> double, total = in_row_blocks(lambda x: (2 * x, x.sum()), (x,), 2)
+    >>> double.tolist(), float(total)
+    ([0.0, 2.0, 4.0, 6.0, 8.0], 10.0)
+    """
+    count = jax.tree.leaves(arrays)[0].shape[0]
+    if block >= count:
+        return compute(*arrays)
+
+    def add(start: Any, size: int, state: tuple[Any, Any]) -> tuple[Any, Any]:
+        rows, sums = compute(*jax.tree.map(lambda a: take_in_dim(a, start, size), arrays))
+        return (
+            jax.tree.map(lambda whole, part: put_in_dim(whole, part, start), state[0], rows),
+            jax.tree.map(jnp.add, state[1], sums),
+        )
+
+    rows, sums = jax.eval_shape(lambda: compute(*jax.tree.map(lambda a: a[:block], arrays)))
+    empty = (
+        jax.tree.map(lambda a: jnp.zeros((count, *a.shape[1:]), a.dtype), rows),
+        jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), sums),
+    )
+    full, state = count // block, vary_alike(empty, arrays, like)
+    state = lax.fori_loop(0, full, lambda i, state: add(i * block, block, state), state)
+    found: tuple[Any, Any] = add(full * block, count % block, state) if count % block else state
+    return found
