@@ -1,17 +1,21 @@
-"""Entries and trials as rows, and back as plain data."""
+"""Keys, entries and trials as rows of the tables, and back as plain data.
+
+A key is `(device, op_id, call_key)` or one text. Any text is allowed, but a database server takes
+neither the zero character nor half of a surrogate pair, so those are escaped.
+"""
 
 from __future__ import annotations
 
 import datetime
 import hashlib
 import json
+import re
 import socket
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import StoreError
-from .keys import Key, from_columns, storable, to_columns
 from .reading import DEEPEST, check_depth, parse_json, shown
 
 COMPILERS = ("jax", "jaxlib", "backend")
@@ -40,11 +44,67 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
+# --- keys ----------------------------------------------------------------------------------------
+
+StoreKey = tuple[str, str, str] | str
+
+LONGEST_KEY = 2000  # bytes: what fits into an index of every database
+
+_TEXT_KEY = "\\key"  # escaping makes no such text, so no device has this name
+_AWKWARD = re.compile("[\\\\\x00\ud800-\udfff]")
+_ESCAPES = {"\\": "\\\\", "\x00": "\\x00"}
+_ESCAPED = re.compile(r"\\(\\|x00|u[0-9a-f]{4})")
+
+
+class Columns(NamedTuple):
+    """Where a key is in the table."""
+
+    device: str
+    op_id: str
+    call_key: str
+
+
+def to_columns(key: StoreKey) -> Columns:
+    """The columns of a key; `TypeError` if it is not one, `ValueError` if it is too long."""
+    if isinstance(key, str):
+        columns = Columns(_TEXT_KEY, "", _escaped(key))
+    elif isinstance(key, tuple) and len(key) == 3 and all(isinstance(part, str) for part in key):
+        columns = Columns(*map(_escaped, key))
+    else:
+        raise TypeError(
+            f"PersistentCache keys are (device, op_id, call_key), all text, or one text; got "
+            f"{key!r} ({type(key).__name__})"
+        )
+    if sum(len(part.encode()) for part in columns) > LONGEST_KEY:
+        raise ValueError(f"the key {str(key)[:60]!r}… is too long; {LONGEST_KEY} bytes are allowed")
+    return columns
+
+
+def from_columns(device: str, op_id: str, call_key: str) -> StoreKey:
+    """The key of a row."""
+    if device == _TEXT_KEY:
+        return _plain(call_key)
+    return (_plain(device), _plain(op_id), _plain(call_key))
+
+
+def storable(text: str) -> str:
+    """A readable text for any text, without what a database cannot hold. Not reversible."""
+    return text.encode("utf-8", "backslashreplace").decode().replace("\x00", "\\x00")
+
+
+def _escaped(text: str) -> str:
+    return _AWKWARD.sub(lambda match: _ESCAPES.get(match[0]) or f"\\u{ord(match[0]):04x}", text)
+
+
+def _plain(text: str) -> str:
+    return _ESCAPED.sub(lambda m: "\\" if m[1] == "\\" else chr(int(m[1][1:], 16)), text)
+
+
 # --- entries -------------------------------------------------------------------------------------
 
 
 def entry_row(
-    key: Key, config: Any, config_type: str, about: Mapping[str, Any]
+    key: StoreKey, config: Any, config_type: str, about: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The row of an entry and those of its trials. Raises `TypeError` for what is no plain data."""
     rest: dict[str, Any] = {"when": now(), "where": socket.gethostname(), **about}
@@ -108,7 +168,7 @@ def entry_of(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def key_of(row: Mapping[str, Any]) -> Key:
+def key_of(row: Mapping[str, Any]) -> StoreKey:
     """The key of a row."""
     return from_columns(
         *(_checked(row[name], str, name) for name in ("device", "op_id", "call_key"))

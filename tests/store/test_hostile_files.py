@@ -13,9 +13,9 @@ import tracemalloc
 import pytest
 
 from ejkernel.ops import PersistentCache
-from ejkernel.store import StoreError, files, locate
-from ejkernel.store.glance import count_entries
+from ejkernel.store import StoreError, backends, locate
 from ejkernel.store.rows import LARGEST_VALUE
+from ejkernel.store.store import count_entries
 
 KEY = ("cpu|x", "m@v1", "0" * 16)
 ANOTHER = ("cpu|x", "m@v1", "1" * 16)
@@ -198,14 +198,14 @@ def test_something_with_the_name_of_an_unfinished_file_is_not_in_the_way(tmp_pat
 
 
 def test_a_file_that_is_removed_while_it_is_opened_is_made_again(store, monkeypatch):
-    really_open = files.open_file
+    really_open = backends.open_file
 
     def removed(*args, **keywords):
         monkeypatch.undo()
         beside(store, "").unlink()
         return really_open(*args, **keywords)
 
-    monkeypatch.setattr(files, "open_file", removed)
+    monkeypatch.setattr(backends, "open_file", removed)
     cache = PersistentCache(store)
     cache.put(ANOTHER, {"a": 2})
     assert cache.get(ANOTHER) == {"a": 2}

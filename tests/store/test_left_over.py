@@ -13,9 +13,9 @@ import sqlite3
 import pytest
 
 from ejkernel.ops import PersistentCache
-from ejkernel.store import folder as folders
+from ejkernel.store import backends
 from ejkernel.store.errors import StoreUnavailable
-from ejkernel.store.leftover import foreign_log
+from ejkernel.store.sqlite_file import foreign_log
 
 # Puts what it is told and dies with the store open: what it wrote is in the log.
 WRITE = """
@@ -333,7 +333,7 @@ result = os.waitpid(process, 0)[1]
 
 @pytest.mark.parametrize("replaced", [True, False])
 def test_a_journal_that_was_left_over_is_kept_aside(nursery, tmp_path, monkeypatch, replaced):
-    monkeypatch.setattr(folders, "on_network", lambda folder: True)
+    monkeypatch.setattr(backends, "on_network", lambda folder: True)
     place, other = tmp_path / "store", tmp_path / "other"
     for folder, value in ((place, 1), (other, 2)):
         cache = PersistentCache(folder)
@@ -377,7 +377,7 @@ def test_a_folder_that_may_not_be_written_is_not_read_through_a_foreign_log(
     def refused(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("ejkernel.store.quarantine.os.rename", refused)
+    monkeypatch.setattr("ejkernel.store.backends.os.rename", refused)
     cache = PersistentCache(place)
     assert cache.get("old 1") is None
     with pytest.raises(StoreUnavailable, match="cannot be moved aside"):

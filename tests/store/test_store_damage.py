@@ -240,13 +240,13 @@ def test_many_processes_that_find_the_damage_at_once_move_it_once(nursery, file)
 
 
 def test_a_sound_store_is_not_moved_for_the_error_of_one_process(file, monkeypatch, caplog):
-    from ejkernel.store import StoreDamaged, queries
+    from ejkernel.store import StoreDamaged, tables
 
-    def fail_once(connection, key, original=queries.find_entry):
-        monkeypatch.setattr(queries, "find_entry", original)
+    def fail_once(connection, key, original=tables.find_entry):
+        monkeypatch.setattr(tables, "find_entry", original)
         raise StoreDamaged("a bit fell over in this process")
 
-    monkeypatch.setattr(queries, "find_entry", fail_once)
+    monkeypatch.setattr(tables, "find_entry", fail_once)
     cache = PersistentCache(file.parent)
     assert cache.get(KEYS[0]) == {"text": "x" * 300}
     assert list(file.parent.glob("*.damaged-*")) == []
@@ -254,14 +254,14 @@ def test_a_sound_store_is_not_moved_for_the_error_of_one_process(file, monkeypat
 
 
 def test_a_write_into_a_file_that_was_moved_meanwhile_is_done_again(file, monkeypatch):
-    from ejkernel.store import queries
+    from ejkernel.store import tables
 
-    def move_then_put(*arguments, original=queries.put):
-        monkeypatch.setattr(queries, "put", original)
+    def move_then_put(*arguments, original=tables.put):
+        monkeypatch.setattr(tables, "put", original)
         original(*arguments)
         file.rename(file.parent / "moved")
 
-    monkeypatch.setattr(queries, "put", move_then_put)
+    monkeypatch.setattr(tables, "put", move_then_put)
     cache = PersistentCache(file.parent)
     cache.put(KEYS[0], "kept")
     cache.close()
@@ -574,9 +574,9 @@ def test_a_folder_of_a_colleague_that_is_shared_with_a_group_is_used(nursery, an
 
 
 def test_on_a_network_file_system_the_store_uses_no_shared_memory(tmp_path, monkeypatch):
-    from ejkernel.store import folder
+    from ejkernel.store import backends
 
-    monkeypatch.setattr(folder, "on_network", lambda path: True)
+    monkeypatch.setattr(backends, "on_network", lambda path: True)
     cache = PersistentCache(tmp_path)
     cache.put("key", 1)
     assert cache.get("key") == 1
@@ -587,7 +587,7 @@ def test_on_a_network_file_system_the_store_uses_no_shared_memory(tmp_path, monk
 
 
 def test_network_file_systems_are_told_by_their_mount(monkeypatch, tmp_path):
-    from ejkernel.store import folder
+    from ejkernel.store import backends
 
     mounts = (
         "1 0 8:1 / / rw - ext4 /dev/sda rw\n"
@@ -595,10 +595,10 @@ def test_network_file_systems_are_told_by_their_mount(monkeypatch, tmp_path):
         "3 2 0:6 / /home/me/a\\040b rw - tmpfs none rw\n"
     )
     monkeypatch.setattr(pathlib.Path, "read_text", lambda self, **_: mounts)
-    assert folder.on_network(pathlib.Path("/home/me/.cache"))
-    assert not folder.on_network(pathlib.Path("/homes"))
-    assert not folder.on_network(pathlib.Path("/home/me/a b/c"))
-    assert not folder.on_network(pathlib.Path("/"))
+    assert backends.on_network(pathlib.Path("/home/me/.cache"))
+    assert not backends.on_network(pathlib.Path("/homes"))
+    assert not backends.on_network(pathlib.Path("/home/me/a b/c"))
+    assert not backends.on_network(pathlib.Path("/"))
 
 
 def test_a_file_system_without_locks_on_folders_works(tmp_path, monkeypatch):
@@ -619,10 +619,10 @@ def test_a_file_system_without_locks_on_folders_works(tmp_path, monkeypatch):
 def test_a_folder_that_stays_locked_is_given_up(tmp_path, monkeypatch, caplog):
     import fcntl
 
-    from ejkernel.store import folder
+    from ejkernel.store import sqlite_file
 
     PersistentCache(tmp_path).put("key", 1)
-    monkeypatch.setattr(folder, "PATIENCE", 0.1)
+    monkeypatch.setattr(sqlite_file, "PATIENCE", 0.1)
     descriptor = os.open(tmp_path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -641,11 +641,10 @@ def test_a_store_that_stays_locked_is_waited_for_once(tmp_path, monkeypatch, way
     """A program has many calls, and each of them looks into the store while it is traced."""
     import fcntl
 
-    from ejkernel.store import database, folder
+    from ejkernel.store import sqlite_file
 
     PersistentCache(tmp_path).put("key", 1)
-    for module in (folder, database):
-        monkeypatch.setattr(module, "PATIENCE", 1.0)
+    monkeypatch.setattr(sqlite_file, "PATIENCE", 1.0)
     descriptor = os.open(tmp_path, os.O_RDONLY)
     other = sqlite3.connect(tmp_path / "configs.sqlite3", isolation_level=None)
     if way == "folder":

@@ -7,8 +7,7 @@ import os
 from typing import Any
 
 from ...markup import one_line
-from ...store.bundle import Bundle, Conflict
-from ...store.quality import quality, why_better
+from ...store.bundle import Bundle, Conflict, quality, why_better
 from ..core import catalog
 from ..core.kernel import Kernel, configured_names
 from ..core.types import ConfigKey
