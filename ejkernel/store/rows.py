@@ -22,7 +22,7 @@ COMPILERS = ("jax", "jaxlib", "backend")
 """Of the versions of an entry, those that make the program: another one makes other timings."""
 
 LARGEST_VALUE = 8 * 2**20
-"""Bytes of the largest value that is kept or read: they have some thousand."""
+"""Bytes of the largest value that is stored or read: they have some thousand."""
 
 NOT_TRIED = "not tried"
 """The verdict that says nothing: it never takes the place of one that does."""
@@ -142,7 +142,7 @@ def wrong_about(name: str, value: Any) -> bool:
 
 
 def sound_about(about: Mapping[str, Any]) -> dict[str, Any]:
-    """What is known about an entry, without what is not of its kind: a store keeps anything."""
+    """What is known about an entry, without what is not of its kind: a store holds anything."""
     return {name: value for name, value in about.items() if not wrong_about(name, value)}
 
 
@@ -237,9 +237,9 @@ def _json(value: Any, nan: bool = True) -> str:
         text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=nan)
         check_depth(text, _DEEPEST)
     except ValueError as error:
-        raise StoreError(f"a value cannot be kept: {error}") from error
+        raise StoreError(f"a value cannot be stored: {error}") from error
     if len(text) > LARGEST_VALUE:
-        raise StoreError(f"a value has {len(text):,} bytes; at most {LARGEST_VALUE:,} are kept")
+        raise StoreError(f"a value has {len(text):,} bytes; at most {LARGEST_VALUE:,} are stored")
     return text
 
 

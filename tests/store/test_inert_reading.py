@@ -641,7 +641,7 @@ def test_what_could_not_be_read_again_is_not_acknowledged(tmp_path):
     store = PersistentCache(tmp_path)
     with pytest.raises(StoreError, match="deep"):
         store.put("key", nested)
-    with pytest.raises(StoreError, match="cannot be kept"):
+    with pytest.raises(StoreError, match="cannot be stored"):
         store.put_plain("key", float("nan"), "float", about={})
     assert len(store) == 0
     store.put("key", float("nan"))
