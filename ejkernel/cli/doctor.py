@@ -155,7 +155,7 @@ def _store(source: str | None) -> Iterator[Finding]:
     from ..ops.config.persistent import default_path
     from ..store import BundleError, FolderLocation, StoreError, locate
     from ..store.private import why_not_writable
-    from ..store.store import count_entries
+    from ..store.sqlite_file import count_entries
     from .stores import open_place
 
     name = "default" if source is None or "://" in source else source

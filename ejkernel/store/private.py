@@ -16,7 +16,6 @@ import pathlib
 import stat
 import uuid
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Self
 
 from .errors import StoreRefused
@@ -109,12 +108,7 @@ class PrivateFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # --- what is in it ---------------------------------------------------------------------------

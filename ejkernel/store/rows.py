@@ -148,31 +148,21 @@ def sound_about(about: Mapping[str, Any]) -> dict[str, Any]:
 
 def entry_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """An entry as plain data, from its row. Raises `ValueError` if the row is damaged."""
-    about: dict[str, Any] = {}
-    for name in _TEXTS:
-        if row[name] is not None:
-            about[name] = _checked(row[name], str, name)
-    for name in _NUMBERS:
-        if row[name] is not None:
-            about[name] = _checked(row[name], float, name)
-    for name in _OBJECTS:
-        if row[name] is not None:
-            about[name] = _checked(_parsed(row[name], name), dict, name)
-    about.update(_checked(_parsed(row["about"], "about"), dict, "about"))
+    columns = [*((name, str) for name in _TEXTS), *((name, float) for name in _NUMBERS)]
+    columns += [(name, dict) for name in _OBJECTS]
+    about = {name: _value(row, name, kind) for name, kind in columns if row[name] is not None}
     return {
         "key": key_of(row),
         # A config says `{"$float": "nan"}`: a bare one would make a bundle that nobody can read.
         "config": _parsed(row["config"], "config", nan=False),
-        "config_type": _checked(row["config_type"], str, "config_type"),
-        "about": about,
+        "config_type": _value(row, "config_type", str),
+        "about": {**about, **_value(row, "about", dict)},
     }
 
 
 def key_of(row: Mapping[str, Any]) -> StoreKey:
     """The key of a row."""
-    return from_columns(
-        *(_checked(row[name], str, name) for name in ("device", "op_id", "call_key"))
-    )
+    return from_columns(*(_value(row, name, str) for name in Columns._fields))
 
 
 def origin(about: Mapping[str, Any]) -> str:
@@ -214,13 +204,13 @@ def _trial_rows(records: Iterable[Any], origin: str, when: str) -> list[dict[str
 def trial_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """A trial as plain data, from its row. Raises `ValueError` if the row is damaged."""
     return {
-        **_checked(_parsed(row["about"], "about"), dict, "about"),
+        **_value(row, "about", dict),
         "config": _parsed(row["config"], "config"),
-        "verdict": _checked(row["verdict"], str, "verdict"),
-        "seconds": None if row["seconds"] is None else _checked(row["seconds"], float, "seconds"),
-        "samples_ns": _checked(_parsed(row["samples_ns"], "samples_ns"), list, "samples_ns"),
-        "reason": _checked(row["reason"], str, "reason"),
-        "when": _checked(row["when"], str, "when"),
+        "verdict": _value(row, "verdict", str),
+        "seconds": None if row["seconds"] is None else _value(row, "seconds", float),
+        "samples_ns": _value(row, "samples_ns", list),
+        "reason": _value(row, "reason", str),
+        "when": _value(row, "when", str),
     }
 
 
@@ -254,7 +244,9 @@ def _parsed(text: Any, name: str, nan: bool = True) -> Any:
         raise ValueError(f"its {name} cannot be read: {error}") from error
 
 
-def _checked(value: Any, kind: type, name: str) -> Any:
+def _value(row: Mapping[str, Any], name: str, kind: type) -> Any:
+    """A column of a row, which is of this kind; objects and lists are stored as JSON."""
+    value = _parsed(row[name], name) if kind in (dict, list) else row[name]
     if not isinstance(value, kind):
         raise ValueError(f"its {name} is {shown(value)}")
     return value

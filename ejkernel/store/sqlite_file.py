@@ -28,8 +28,17 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from .errors import StoreBusy, StoreError, StoreUnavailable
+from .errors import (
+    StoreBusy,
+    StoreDamaged,
+    StoreError,
+    StoreForeignLog,
+    StoreUnavailable,
+    meaning,
+    message_of,
+)
 from .location import FolderLocation
+from .private import check_owner
 from .reading import READ_ONLY, not_regular
 
 try:
@@ -356,3 +365,38 @@ def _reader(file: str | os.PathLike[str]) -> Iterator[ReadAt]:
             return stream.read(count) or b""
 
         yield read
+
+
+# --- a look without SQLAlchemy -------------------------------------------------------------------
+
+
+def count_entries(location: FolderLocation) -> int | None:
+    """How many entries the file of a store has; None if there is no file. Raises `StoreError`.
+
+    For whoever only wants to know how things are, such as `ejkernel doctor`: without SQLAlchemy,
+    and the look changes nothing, waits for nobody, and repairs nothing.
+    """
+    import sqlite3
+
+    with as_store_errors(f"{location.folder} cannot be used"):
+        there = identity(location)
+        if there is None:
+            return None
+        check_owner(location)
+        check_companions(location.file)
+        with guard:
+            foreign = has_foreign_log(location.file, there)
+        if foreign:
+            raise StoreForeignLog(
+                f"next to {location.file} lies the log of another file; it will be moved aside at "
+                "the next read or write"
+            )
+    try:
+        with contextlib.closing(connect(location.file, "ro", timeout=1.0)) as connection:
+            (count,) = connection.execute("SELECT count(*) FROM ejkernel_entries").fetchone()
+            return int(count)
+    except sqlite3.Error as error:
+        kind, message = meaning(error), f"{location.file}: {message_of(error)}"
+        if kind is StoreDamaged:
+            message += "; it is no store, and will be moved aside at the next read or write"
+        raise kind(message) from None

@@ -7,7 +7,6 @@ the first write, and SQLAlchemy is imported when there is something to read.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import weakref
@@ -15,28 +14,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from . import rows
-from .errors import (
-    StoreBusy,
-    StoreDamaged,
-    StoreError,
-    StoreForeignLog,
-    StoreGone,
-    WarnOnce,
-    meaning,
-    message_of,
-)
+from .errors import StoreBusy, StoreError, StoreGone, WarnOnce
 from .location import FolderLocation, Location
-from .private import check_owner
 from .rows import StoreKey, to_columns
-from .sqlite_file import (
-    as_store_errors,
-    check_companions,
-    connect,
-    guard,
-    has_foreign_log,
-    hurried,
-    identity,
-)
+from .sqlite_file import hurried, identity
 
 if TYPE_CHECKING:
     import sqlalchemy as sa
@@ -217,38 +198,6 @@ class _Slot:
     def close(self) -> None:
         if self.backend is not None:
             self.backend.close()
-
-
-def count_entries(location: FolderLocation) -> int | None:
-    """How many entries the file of a store has; None if there is no file. Raises `StoreError`.
-
-    For whoever only wants to know how things are, such as `ejkernel doctor`: without SQLAlchemy,
-    and the look changes nothing, waits for nobody, and repairs nothing.
-    """
-    import sqlite3
-
-    with as_store_errors(f"{location.folder} cannot be used"):
-        there = identity(location)
-        if there is None:
-            return None
-        check_owner(location)
-        check_companions(location.file)
-        with guard:
-            foreign = has_foreign_log(location.file, there)
-        if foreign:
-            raise StoreForeignLog(
-                f"next to {location.file} lies the log of another file; it will be moved aside at "
-                "the next read or write"
-            )
-    try:
-        with contextlib.closing(connect(location.file, "ro", timeout=1.0)) as connection:
-            (count,) = connection.execute("SELECT count(*) FROM ejkernel_entries").fetchone()
-            return int(count)
-    except sqlite3.Error as error:
-        kind, message = meaning(error), f"{location.file}: {message_of(error)}"
-        if kind is StoreDamaged:
-            message += "; it is no store, and will be moved aside at the next read or write"
-        raise kind(message) from None
 
 
 # --- forks ---------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 from ejkernel.ops import PersistentCache
 from ejkernel.store import StoreError, backends, locate
 from ejkernel.store.rows import LARGEST_VALUE
-from ejkernel.store.store import count_entries
+from ejkernel.store.sqlite_file import count_entries
 
 KEY = ("cpu|x", "m@v1", "0" * 16)
 ANOTHER = ("cpu|x", "m@v1", "1" * 16)
