@@ -100,7 +100,6 @@ class FileBackend:
         self._open_file: _OpenFile | None = None
 
     def database(self, *, write: bool) -> Database | None:
-        """The open store. None if there is no file and none is needed to read."""
         with self._store_errors():
             there = identity(self._location)
             if self._open_file is None or self._open_file.identity != there:
@@ -118,11 +117,9 @@ class FileBackend:
         return self._open_file.database
 
     def is_current(self) -> bool:
-        """False if another process moved the file away while it was written."""
         return self._open_file is not None and self._open_file.identity == identity(self._location)
 
     def recover(self, error: StoreError) -> bool:
-        """After an error: put right what can be. True if another attempt makes sense."""
         seen = None if self._open_file is None else self._open_file.identity
         self.close()
         with self._store_errors():
@@ -140,7 +137,6 @@ class FileBackend:
         return isinstance(error, (StoreGone, StoreForeignLog, StoreDamaged))
 
     def close(self) -> None:
-        """Close the file, if it is open."""
         if self._open_file is not None:
             self._open_file.close()
             self._open_file = None
@@ -403,7 +399,6 @@ class ServerBackend:
         self._rest_until = 0.0
 
     def database(self, *, write: bool) -> Database | None:
-        """The store. None if it has no tables and none are needed to read."""
         shown = self._location.shown
         # A write is worth the wait: its result took longer to measure.
         if not write and time.monotonic() < self._rest_until:
@@ -424,11 +419,9 @@ class ServerBackend:
         return self._database
 
     def is_current(self) -> bool:
-        """Always: there is one server."""
-        return True
+        return True  # there is one server
 
     def recover(self, error: StoreError) -> bool:
-        """After an error: put right what can be. True if another attempt makes sense."""
         if isinstance(error, StoreUnavailable):
             self._rest_until = time.monotonic() + REST
         self.close()

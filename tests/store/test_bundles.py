@@ -368,8 +368,8 @@ def test_an_installed_package_ships_bundles_without_being_imported(tmp_path):
         assert found["config"] == {"block": 5}
         assert source.origin == "entry point a = shipper.configs"
         assert len(shipped.bundles) == 2
-        [trouble] = shipped.problems
-        assert "nowhere.at" in str(trouble) and "no such package" in str(trouble)
+        [problem] = shipped.problems
+        assert "nowhere.at" in str(problem) and "no such package" in str(problem)
         assert "shipper" not in sys.modules
         print("fine")
     """
@@ -406,10 +406,10 @@ def test_a_damaged_package_costs_one_warning_and_the_others_serve(tmp_path, monk
     monkeypatch.setattr(sys, "meta_path", [Odd(), *sys.meta_path])
     shipped = Shipped()
     assert shipped.find(("cpu|x", "twice@v1", "0" * 16))[0]["config"] == {"block": 5}
-    troubles = sorted(map(str, shipped.problems))
-    assert len(troubles) == 2
-    assert "b = odd" in troubles[0]
-    assert "broken-1.0.dist-info: its entry points cannot be read" in troubles[1]
+    problems = sorted(map(str, shipped.problems))
+    assert len(problems) == 2
+    assert "b = odd" in problems[0]
+    assert "broken-1.0.dist-info: its entry points cannot be read" in problems[1]
 
 
 def test_earlier_sources_answer_first(tmp_path):

@@ -178,8 +178,10 @@ def test_a_log_of_a_damaged_file_goes_aside_with_it(file, caplog):
     cache.close()
     (aside,) = file.parent.glob("configs.sqlite3.damaged-*Z")
     assert aside.read_bytes() == b"garbage" * 1000
-    kept = {p.name.removeprefix(aside.name): p.read_bytes() for p in file.parent.glob("*.damaged*")}
-    assert kept["-wal"] == b"what is left of the log"
+    stored = {
+        p.name.removeprefix(aside.name): p.read_bytes() for p in file.parent.glob("*.damaged*")
+    }
+    assert stored["-wal"] == b"what is left of the log"
     assert len(warnings_of(caplog)) == 1
 
 
@@ -263,9 +265,9 @@ def test_a_write_into_a_file_that_was_moved_meanwhile_is_done_again(file, monkey
 
     monkeypatch.setattr(tables, "put", move_then_put)
     cache = PersistentCache(file.parent)
-    cache.put(KEYS[0], "kept")
+    cache.put(KEYS[0], "stored")
     cache.close()
-    assert PersistentCache(file.parent).get(KEYS[0]) == "kept"
+    assert PersistentCache(file.parent).get(KEYS[0]) == "stored"
 
 
 def test_triggers_and_views_of_a_file_run_nothing_of_ours(file):
@@ -426,31 +428,31 @@ def test_a_disk_without_room_for_a_store(nursery, tmp_path):
 def test_a_disk_that_fills_up_keeps_what_was_acknowledged(nursery, tmp_path):
     code = """
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.RLIM_INFINITY))
-    cache, kept, errors = PersistentCache(args["place"]), [], []
+    cache, stored, errors = PersistentCache(args["place"]), [], []
     for number in range(200):
         try:
             cache.put(f"key {number}", ["x" * 2000, number])
-            kept.append(number)
+            stored.append(number)
         except StoreError as error:
             errors.append(type(error).__name__)
             cache.warn(error, str(error))
-    whole = all(cache.get(f"key {n}") == ["x" * 2000, n] for n in kept)
+    whole = all(cache.get(f"key {n}") == ["x" * 2000, n] for n in stored)
     length = len(cache)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     cache.put("later", 1)
     cache.close()
-    result = [len(kept), length, sorted(set(errors)), len(errors), whole]
+    result = [len(stored), length, sorted(set(errors)), len(errors), whole]
     """
     done = nursery.run(code, place=tmp_path / "store")
-    kept, length, kinds, failures, whole = done.result
+    stored, length, kinds, failures, whole = done.result
     assert kinds == ["StoreFull"]
-    assert kept + failures == 200
-    assert kept > 20
-    assert length == kept
+    assert stored + failures == 200
+    assert stored > 20
+    assert length == stored
     assert whole
     assert len(done.warnings) == 1
     cache = PersistentCache(tmp_path / "store")
-    assert (cache.get("later"), len(cache)) == (1, kept + 1)
+    assert (cache.get("later"), len(cache)) == (1, stored + 1)
     cache.close()
     assert [p.name for p in (tmp_path / "store").iterdir()] == ["configs.sqlite3"]
 
