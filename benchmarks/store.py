@@ -123,7 +123,7 @@ def putter(cache: PersistentCache) -> Callable[[], object]:
 def first_get(folder: str, number: int) -> float:
     """Seconds from a closed store to its first entry, in a process that imported everything."""
     code = f"""
-import time, ejkernel.store.files, ejkernel.store.queries
+import time, ejkernel.store.backends
 from ejkernel.ops import PersistentCache
 start = time.perf_counter()
 found = PersistentCache({folder!r}).get({tuple(key(number))!r})

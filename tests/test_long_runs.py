@@ -32,7 +32,7 @@ from ejkernel.ops import (
 from ejkernel.ops.config import cache as cache_module
 from ejkernel.ops.config import tiers
 from ejkernel.ops.execution import entry as entry_module
-from ejkernel.store import notices
+from ejkernel.store import errors
 
 X = jnp.arange(4.0)
 
@@ -258,16 +258,16 @@ def test_results_of_tuning_are_kept_in_bounded_number(monkeypatch):
     assert len(selector.cache) == 6  # the caller's own cache keeps what it was given
 
 
-def test_troubles_are_told_apart_in_bounded_number(caplog, monkeypatch):
-    monkeypatch.setattr(notices, "MOST", 3)
-    once = notices.Notices()
+def test_problems_are_told_apart_in_bounded_number(caplog, monkeypatch):
+    monkeypatch.setattr(errors, "MOST_WARNINGS", 3)
+    warn_once = errors.WarnOnce()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             for number in range(10):
-                once.once(f"trouble {number}", f"entry {number} is damaged")
+                warn_once(f"problem {number}", f"entry {number} is damaged")
     assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == [
         *(f"entry {number} is damaged" for number in range(3)),
-        "there were 3 troubles; no more of them are said",
+        "after 3 problems no more of them are logged",
     ]
 
 

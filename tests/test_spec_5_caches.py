@@ -413,7 +413,7 @@ def test_no_temporary_files_are_left_behind(store):
 
 def test_a_write_that_fails_leaves_the_old_entry(store, monkeypatch):
     store.put(KEY, Tile(1))
-    monkeypatch.setattr("ejkernel.store.database.PATIENCE", 0.2)
+    monkeypatch.setattr("ejkernel.store.sqlite_file.PATIENCE", 0.2)
     store.close()
     with contextlib.closing(sqlite3.connect(store.path / "configs.sqlite3")) as other:
         other.execute("BEGIN IMMEDIATE")

@@ -154,8 +154,8 @@ def _settings() -> Iterator[Finding]:
 def _store(source: str | None) -> Iterator[Finding]:
     from ..ops.config.persistent import default_path
     from ..store import BundleError, FolderLocation, StoreError, locate
-    from ..store.folder import why_nothing_can_be_kept
-    from ..store.glance import count_entries
+    from ..store.private import why_not_writable
+    from ..store.sqlite_file import count_entries
     from .stores import open_place
 
     name = "default" if source is None or "://" in source else source
@@ -176,28 +176,30 @@ def _store(source: str | None) -> Iterator[Finding]:
     except click.ClickException as error:
         yield Finding("store", name, "error", error.format_message())
     else:
-        reason = why_nothing_can_be_kept(location.folder)
+        reason = why_not_writable(location.folder)
         text = "nothing was tuned yet" if count is None else counted(count, "entry")
         if reason is not None:
             advice = "EJKERNEL_CACHE_DIR names another folder"
-            text = f"{text}, and nothing can be kept: {reason}"
+            text = f"{text}, and nothing can be stored: {reason}"
             yield Finding("store", name, "warning", text, advice)
         elif count is None:
-            yield Finding("store", name, "ok", f"{text}; it is made when the first config is kept")
+            yield Finding(
+                "store", name, "ok", f"{text}; it is made when the first config is stored"
+            )
         else:
             yield Finding("store", name, "ok", text)
 
 
 def _bundles() -> Iterator[Finding]:
     from ..ops.utils import environment
-    from ..store.sources import Shipped
+    from ..store.bundle import Shipped
 
     shipped = Shipped(environment.CONFIG_PATH.read())
     for source, bundle in shipped.bundles:
         text = f"{counted(len(bundle), 'entry')} ({source.origin})"
         yield Finding("bundles", str(source.path), "ok", text)
-    for trouble in shipped.troubles:
-        yield Finding("bundles", trouble.what, "error", trouble.reason)
+    for problem in shipped.problems:
+        yield Finding("bundles", problem.what, "error", problem.reason)
 
 
 def _extras() -> Iterator[Finding]:

@@ -22,8 +22,7 @@ import uuid
 from collections.abc import Iterator
 
 from ejkernel.ops.utils import environment
-from ejkernel.store.folder import why_nothing_can_be_kept
-from ejkernel.store.private import PrivateFolder
+from ejkernel.store.private import PrivateFolder, why_not_writable
 
 from .libraries import INCLUDE, LIBRARIES, Library
 from .toolchain import FLAGS, Compiler, find_compiler, processor
@@ -98,7 +97,7 @@ def _why_not_kept() -> str | None:
             PrivateFolder.open(where).close()
     except OSError as error:
         return f"native kernels cannot be kept: {error.strerror or error}"
-    reason = why_nothing_can_be_kept(where)
+    reason = why_not_writable(where)
     return reason and (
         f"native kernels cannot be kept in {where}: {reason}; EJKERNEL_CACHE_DIR names another "
         "folder"

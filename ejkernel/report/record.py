@@ -269,7 +269,7 @@ class Run:
 
     def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
         """Write it as a JSON file, whole or not at all; `load` reads it."""
-        from ..store.durable import write_whole
+        from ..store.private import write_whole
 
         file = pathlib.Path(path)
         write_whole(file, self.dumps())

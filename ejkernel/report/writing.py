@@ -44,7 +44,7 @@ def write(
 
     `format` is `"html"`, `"md"` or `"json"`; None: what the path's ending says, else HTML.
     """
-    from ..store.durable import write_whole
+    from ..store.private import write_whole
 
     file = pathlib.Path(path)
     if format is None:

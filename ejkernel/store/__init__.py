@@ -1,6 +1,6 @@
 """Where tuned configs live: an SQLite file by default, a server database by URL.
 
-`Store` keeps plain data by key. `ejkernel.ops.PersistentCache` is what programs use: it turns
+`Store` holds plain data by key. `ejkernel.ops.PersistentCache` is what programs use: it turns
 configs into plain data and back.
 """
 

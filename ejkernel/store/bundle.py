@@ -1,31 +1,36 @@
-"""Tuned entries as a file: plain, sorted JSON that reads well in a diff and ships in a wheel.
+"""Tuned entries as files: bundles, how two of them are merged, and which ones this machine has.
 
-A bundle is what a store knows, without the samples behind it. Nothing in it is ever executed: a
-config is plain data, and becomes an object only as the config class of the kernel that asks for it.
+A bundle is plain, sorted JSON that reads well in a diff and ships in a wheel: what a store knows,
+without the samples behind it. Nothing in it is ever executed: a config is plain data, and becomes
+an object only as the config class of the kernel that asks for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
+import importlib.util
 import json
 import math
 import os
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..markup import one_line
-from .durable import write_whole
-from .keys import to_columns
-from .quality import quality, why_better
+from .private import write_whole
 from .reading import LARGEST, parse_json, read_regular, shown
-from .rows import sound_about, wrong_about
+from .rows import sound_about, to_columns, wrong_about
 
 FORMAT = "ejkernel-configs"
 VERSION = 1
 
-Entry = dict[str, Any]
-Key = tuple[str, str, str]
+StoredEntry = dict[str, Any]
+"""An entry as plain data: `key`, `config`, `config_type` and `about`."""
+
+BundleKey = tuple[str, str, str]
+"""Device, operation, call."""
 
 
 class BundleError(ValueError):
@@ -43,9 +48,9 @@ class Conflict:
       reason: why, in words.
     """
 
-    key: Key
-    kept: Entry
-    dropped: Entry
+    key: BundleKey
+    kept: StoredEntry
+    dropped: StoredEntry
     reason: str
 
     def __str__(self) -> str:
@@ -69,23 +74,25 @@ class Bundle:
     """
 
     def __init__(self, entries: Iterable[Mapping[str, Any]] = ()) -> None:
-        self._entries: dict[Key, Entry] = {}
+        self._entries: dict[BundleKey, StoredEntry] = {}
         for number, entry in enumerate(entries):
             checked = _checked(entry, f"entry {number}")
-            key: Key = checked["key"]
+            key: BundleKey = checked["key"]
             if key in self._entries:
-                raise BundleError(f"entry {number}: {_named(key)} is there twice")
+                device, op_id, call_key = map(one_line, key)
+                raise BundleError(f"entry {number}: {op_id}:{call_key} on {device} is there twice")
             self._entries[key] = checked
 
     # --- as a mapping ----------------------------------------------------------------------------
 
-    def get(self, key: Iterable[str]) -> Entry | None:
+    def get(self, key: Iterable[str]) -> StoredEntry | None:
         """The entry of a key, or None."""
         return self._entries.get(tuple(key))  # type: ignore[arg-type]
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[StoredEntry]:
         """The entries, by operation, device and call."""
-        return (self._entries[key] for key in sorted(self._entries, key=_order))
+        ordered = sorted(self._entries, key=lambda key: (key[1], key[0], key[2]))
+        return (self._entries[key] for key in ordered)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -173,12 +180,47 @@ class Bundle:
                 merged[key] = entry if held is None else _better(key, held, entry, conflicts)
         return Bundle(merged.values()), conflicts
 
-    def prune(self, drop: Callable[[Entry], bool]) -> Bundle:
+    def prune(self, drop: Callable[[StoredEntry], bool]) -> Bundle:
         """Without the entries that `drop` is true for."""
         return Bundle(entry for entry in self if not drop(entry))
 
 
-def _better(key: Key, held: Entry, other: Entry, conflicts: list[Conflict]) -> Entry:
+# --- of two entries, the better one --------------------------------------------------------------
+
+# Times of two machines cannot be compared, so a smaller time says nothing. What says something is
+# whether the run was finished and its race decided, how many candidates it tried, and when.
+_CRITERIA = (
+    ("it was measured", lambda about: about.get("seconds") is not None),
+    ("its run was finished", lambda about: not about.get("incomplete")),
+    ("its race was decided", lambda about: bool(about.get("sure"))),
+    ("it won against more candidates", lambda about: _tried(about)),
+    ("it is newer", lambda about: str(about.get("when", ""))),
+)
+
+
+def quality(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Comparable: the larger, the better measured."""
+    return tuple(value(entry["about"]) for _, value in _CRITERIA)
+
+
+def why_better(kept: StoredEntry, dropped: StoredEntry) -> str:
+    """Why one entry was preferred to another, in words."""
+    for reason, value in _CRITERIA:
+        if value(kept["about"]) != value(dropped["about"]):
+            return reason
+    return "both were measured equally well, and it was there first"
+
+
+def _tried(about: Mapping[str, Any]) -> int:
+    if isinstance(about.get("trials"), list):
+        return len(about["trials"])
+    tried = about.get("tried", 0)
+    return tried if isinstance(tried, int) else 0
+
+
+def _better(
+    key: BundleKey, held: StoredEntry, other: StoredEntry, conflicts: list[Conflict]
+) -> StoredEntry:
     kept, dropped = (other, held) if quality(other) > quality(held) else (held, other)
     if kept["config"] != dropped["config"]:
         conflicts.append(Conflict(key, kept, dropped, why_better(kept, dropped)))
@@ -188,7 +230,7 @@ def _better(key: Key, held: Entry, other: Entry, conflicts: list[Conflict]) -> E
 # --- one entry -----------------------------------------------------------------------------------
 
 
-def _checked(entry: Any, where: str) -> Entry:
+def _checked(entry: Any, where: str) -> StoredEntry:
     if not isinstance(entry, Mapping):
         raise BundleError(f"{where} must be an object, got {type(entry).__name__}")
     for name in ("key", "config", "config_type", "about"):
@@ -235,17 +277,138 @@ def _finite(value: Any) -> Any:
     return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _order(key: Key) -> tuple[str, str, str]:
-    device, op_id, call_key = key
-    return (op_id, device, call_key)
-
-
-def _named(key: Key) -> str:
-    device, op_id, call_key = key
-    return one_line(f"{op_id}:{call_key} on {device}")
-
-
-def _brief(entry: Entry) -> str:
+def _brief(entry: StoredEntry) -> str:
     about = entry["about"]
     where = f" ({about['where']}, {about['when']})" if "when" in about and "where" in about else ""
     return json.dumps(entry["config"], sort_keys=True) + where
+
+
+# --- the bundles of this machine -----------------------------------------------------------------
+
+GROUP = "ejkernel.configs"
+"""The entry points by which a library ships bundles.
+
+Their value is a package of the library that holds `*.json` files (`"mylib.configs"`), or one file
+in it (`"mylib.configs:v5e.json"`). The package is looked up, never imported.
+"""
+
+_VALUE = re.compile(r"\s*([\w.]+)\s*(?::\s*([\w./-]+)\s*)?")
+
+
+class BundleFile(NamedTuple):
+    """A file of configs, and who says that it is one."""
+
+    path: pathlib.Path
+    origin: str
+
+    def __str__(self) -> str:
+        return f"{self.path} ({self.origin})"
+
+
+class BundleProblem(NamedTuple):
+    """Something that was to be a bundle and cannot be used."""
+
+    what: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.reason}"
+
+
+class Shipped:
+    """The bundles of a team (`EJKERNEL_CONFIG_PATH`) and of installed libraries, in this order.
+
+    Args:
+      search_path: files and folders, divided as in `PATH`; they come before installed packages.
+      packages: look for installed packages that ship configs.
+    """
+
+    def __init__(self, search_path: str = "", *, packages: bool = True) -> None:
+        self.problems: list[BundleProblem] = []
+        self.bundles: list[tuple[BundleFile, Bundle]] = []
+        for file in [*self._on_path(search_path), *(self._installed() if packages else ())]:
+            try:
+                self.bundles.append((file, Bundle.load(file.path)))
+            except FileNotFoundError:
+                self._add_problem(file, "there is no such file or folder")
+            except (OSError, BundleError) as error:
+                self._add_problem(file, error)
+
+    def find(self, key: BundleKey) -> tuple[StoredEntry, BundleFile] | None:
+        """The entry of a key, and where it comes from; one that was measured comes first."""
+        return next(iter(self.all_of(key)), None)
+
+    def all_of(self, key: BundleKey) -> list[tuple[StoredEntry, BundleFile]]:
+        """The entries of a key in all bundles, in order; those that were measured come first."""
+        entries = [(bundle.get(key), file) for file, bundle in self.bundles]
+        there = [(entry, file) for entry, file in entries if entry is not None]
+        return sorted(there, key=lambda pair: bool(pair[0]["about"].get("estimated")))
+
+    def of_operation(self, op_id: str, device: str) -> Iterator[StoredEntry]:
+        """All entries of an operation on a device."""
+        for _, bundle in self.bundles:
+            yield from (entry for entry in bundle if entry["key"][:2] == (device, op_id))
+
+    def _add_problem(self, what: object, reason: object) -> None:
+        self.problems.append(BundleProblem(str(what), str(reason)))
+
+    def _on_path(self, search_path: str) -> Iterator[BundleFile]:
+        for part in filter(None, search_path.split(os.pathsep)):
+            given = BundleFile(pathlib.Path(part), "EJKERNEL_CONFIG_PATH")
+            try:
+                yield from self._files(given._replace(path=given.path.expanduser()))
+            except RuntimeError as error:  # nobody has this home folder
+                self._add_problem(given, error)
+
+    def _installed(self) -> Iterator[BundleFile]:
+        for point in sorted(self._entry_points(), key=lambda point: (point.name, point.value)):
+            origin = f"entry point {point.name} = {point.value}"
+            match = _VALUE.fullmatch(point.value)
+            folder = None if match is None else _folder_of(match[1])
+            if match is None or folder is None:
+                reason = "there is no such package; the value is a package with *.json files"
+                self._add_problem(origin, reason)
+                continue
+            yield from self._files(BundleFile(folder / (match[2] or ""), origin))
+
+    def _entry_points(self) -> Iterable[importlib.metadata.EntryPoint]:
+        try:
+            return importlib.metadata.entry_points(group=GROUP)
+        except Exception:  # noqa: BLE001  a damaged package, which may have nothing to do with us
+            return list(self._entry_points_one_by_one())
+
+    def _entry_points_one_by_one(self) -> Iterator[importlib.metadata.EntryPoint]:
+        for package in importlib.metadata.distributions():
+            try:
+                yield from package.entry_points.select(group=GROUP)
+            except Exception as error:  # noqa: BLE001
+                what = f"the installed package {getattr(package, '_path', package)}"
+                self._add_problem(what, f"its entry points cannot be read: {error}")
+
+    def _files(self, given: BundleFile) -> Iterator[BundleFile]:
+        """A file as it is given, or the `*.json` files of a folder."""
+        try:
+            if not given.path.is_dir():
+                yield given
+                return
+            files = sorted(n for n in os.listdir(given.path) if n.endswith(".json"))
+        except OSError as error:
+            self._add_problem(given, error.strerror or error)
+            return
+        if not files:
+            self._add_problem(given, "it has no *.json file")
+        yield from (given._replace(path=given.path / name) for name in files)
+
+
+def _folder_of(package: str) -> pathlib.Path | None:
+    """The folder of a package. Only the top one is looked up, so that no code of it runs."""
+    top, *inside = package.split(".")
+    try:
+        spec = importlib.util.find_spec(top)
+    except Exception:  # noqa: BLE001  whoever looks for modules here may fail in any way
+        return None
+    for location in (spec.submodule_search_locations or ()) if spec is not None else ():
+        folder = pathlib.Path(location).joinpath(*inside)
+        if folder.is_dir():
+            return folder
+    return None

@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import pathlib
 import random
 import sqlite3
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.pool import NullPool, QueuePool
 
-from .errors import StoreBusy, StoreError
-from .failures import in_words, lost_connection, meaning
-from .folder import PATIENCE, deadline
-from .harmless import make_harmless
-from .leftover import leave_mark
+from .errors import StoreBusy, StoreError, meaning, message_of
 from .location import FolderLocation, ServerLocation
+from .sqlite_file import connect, deadline, leave_mark
 
 T = TypeVar("T")
-Work = Callable[[sa.Connection], T]
-
-_INSERTS: Mapping[str, Callable[[sa.Table], Any]] = {
-    "sqlite": sqlite.insert,
-    "postgresql": postgresql.insert,
-}
-
+Transaction = Callable[[sa.Connection], T]
 
 _ONE_WAIT = 0.2
 """Seconds that SQLite waits by itself; `Database` then tries again while there is patience."""
+
+
+_ONE_CONNECTION: dict[str, Any] = {"poolclass": QueuePool, "pool_size": 1, "max_overflow": 0}
 
 
 class Database:
@@ -49,20 +41,20 @@ class Database:
         self._shown = shown
         self._scrub = scrub
 
-    def read(self, work: Work[T]) -> T:
-        """What `work(connection)` gives, from one consistent state of the store."""
-        return self._run(work, writes=False)
+    def read(self, transaction: Transaction[T]) -> T:
+        """What `transaction(connection)` gives, from one consistent state of the store."""
+        return self._run(transaction, writes=False)
 
-    def write(self, work: Work[T]) -> T:
-        """Run `work(connection)` and keep all of what it changed, or nothing."""
-        return self._run(work, writes=True)
+    def write(self, transaction: Transaction[T]) -> T:
+        """Run `transaction(connection)` and store all of what it changed, or nothing."""
+        return self._run(transaction, writes=True)
 
     def close(self) -> None:
         """Close the connection; the next use opens another."""
         self._engine.dispose()
 
-    def _run(self, work: Work[T], *, writes: bool) -> T:
-        until = deadline(PATIENCE)
+    def _run(self, transaction: Transaction[T], *, writes: bool) -> T:
+        until = deadline()
         again_after_loss = True
         while True:
             try:
@@ -71,16 +63,16 @@ class Database:
                     connection = connection.execution_options(**options)
                     with connection.begin():
                         if not writes or connection.dialect.name != "sqlite":
-                            return work(connection)
+                            return transaction(connection)
                         before = _changes(connection)
-                        done = work(connection)
+                        done = transaction(connection)
                         if _changes(connection) != before:
                             leave_mark(connection)
                         return done
             except (sa.exc.SQLAlchemyError, sqlite3.Error) as error:
-                failure = meaning(error)(f"{self._shown}: {self._scrub(in_words(error))}")
-                lost = lost_connection(error)
-            except StoreError as error:  # of our own: `work` does not know where it works
+                failure = meaning(error)(f"{self._shown}: {self._scrub(message_of(error))}")
+                lost = bool(getattr(error, "connection_invalidated", False))  # a new one may work
+            except StoreError as error:  # of our own: a transaction does not know where it runs
                 failure, lost = type(error)(f"{self._shown}: {error}"), False
             # Outside of `except`: the original error, which may quote what nobody shall read, is
             # not even attached to the new one.
@@ -95,15 +87,6 @@ class Database:
 def _changes(connection: sa.Connection) -> int:
     """How many rows an SQLite connection has changed since it was opened."""
     return int(connection.connection.driver_connection.total_changes)  # type: ignore[union-attr]
-
-
-@functools.cache
-def upsert(dialect: str, table: sa.Table, unique: tuple[str, ...]) -> Any:
-    """The statement that inserts a row, or replaces the one with the same unique columns."""
-    statement = _INSERTS[dialect](table)
-    columns = [c.name for c in table.columns if c.name not in unique and not c.primary_key]
-    changes = {name: statement.excluded[name] for name in columns}
-    return statement.on_conflict_do_update(index_elements=unique, set_=changes)
 
 
 # --- SQLite --------------------------------------------------------------------------------------
@@ -127,43 +110,24 @@ def new_file(draft: pathlib.Path, shown: str, *, journal: str) -> Database:
 
 def _sqlite_engine(file: pathlib.Path, mode: str) -> sa.Engine:
     """An engine for a file that exists already: opening never creates one."""
-    parameters = "mode=ro&immutable=1" if mode == "immutable" else f"mode={mode}"
 
-    def connect() -> sqlite3.Connection:
-        connection = sqlite3.connect(
-            f"{file.absolute().as_uri()}?{parameters}",
-            uri=True,
-            timeout=_ONE_WAIT,
-            check_same_thread=False,  # one thread at a time, not always the same one
-            isolation_level=None,  # transactions begin where we say so
-        )
-        connection.text_factory = _readable  # damaged text costs its entry, not the query
-        make_harmless(connection)
+    def create() -> sqlite3.Connection:
+        connection = connect(file, mode, _ONE_WAIT)
+        # Damaged text costs its entry, not the query.
+        connection.text_factory = lambda text: text.decode("utf-8", "replace")
+        for pragma in (
+            "foreign_keys = ON",
+            "synchronous = FULL",  # what was acknowledged survives a power cut too
+            "cell_size_check = ON",
+        ):
+            connection.execute(f"PRAGMA {pragma}")
         return connection
 
     # If it is not as immutable as it looks, every new connection sees the latest state.
-    pool: dict[str, Any] = (
-        {"poolclass": NullPool}
-        if mode == "immutable"
-        else {"poolclass": QueuePool, "pool_size": 1, "max_overflow": 0}
-    )
-    engine = sa.create_engine("sqlite://", creator=connect, **pool)
-    sa.event.listen(engine, "connect", _prepare_sqlite)
+    pool: dict[str, Any] = {"poolclass": NullPool} if mode == "immutable" else _ONE_CONNECTION
+    engine = sa.create_engine("sqlite://", creator=create, **pool)
     sa.event.listen(engine, "begin", _begin_sqlite)
     return engine
-
-
-def _readable(text: bytes) -> str:
-    return text.decode("utf-8", "replace")
-
-
-def _prepare_sqlite(connection: Any, record: object) -> None:
-    for pragma in (
-        "foreign_keys = ON",
-        "synchronous = FULL",  # what was acknowledged survives a power cut too
-        "cell_size_check = ON",
-    ):
-        connection.execute(f"PRAGMA {pragma}")
 
 
 def _begin_sqlite(connection: sa.Connection) -> None:
@@ -187,10 +151,8 @@ def open_server(location: ServerLocation) -> Database:
     engine = sa.create_engine(
         location.url,
         connect_args=defaults,
-        poolclass=QueuePool,
-        pool_size=1,
-        max_overflow=0,
         hide_parameters=True,
+        **_ONE_CONNECTION,
     )
     sa.event.listen(engine, "connect", _prepare_server)
     return Database(engine, location.shown, location.scrub)

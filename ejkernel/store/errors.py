@@ -2,68 +2,116 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import logging
+
+from ..markup import one_line
+
+logger = logging.getLogger("ejkernel.store")
 
 
 class StoreError(OSError):
-    """A store that cannot do what was asked; the message names it and says what to do.
-
-    `trouble` is the kind of it in a word or two: a kind is said to the user once, not once per
-    entry.
-    """
-
-    trouble: ClassVar[str] = "error"
+    """A store that cannot do what was asked; the message names it and says what to do."""
 
 
 class StoreUnavailable(StoreError):
     """It cannot be opened or reached: no right to read it, no server that answers."""
 
-    trouble = "unavailable"
-
 
 class StoreRefused(StoreError):
     """Its folder is one that other users could tamper with."""
-
-    trouble = "refused"
 
 
 class StoreReadOnly(StoreError):
     """It can be read and not written."""
 
-    trouble = "read-only"
-
 
 class StoreNewer(StoreReadOnly):
     """A newer ejkernel made it: read as far as possible, never changed."""
-
-    trouble = "newer"
 
 
 class StoreFull(StoreError):
     """No room to write."""
 
-    trouble = "full"
-
 
 class StoreBusy(StoreError):
-    """Others kept it locked for longer than we are willing to wait."""
-
-    trouble = "busy"
+    """Others locked it for longer than we are willing to wait."""
 
 
 class StoreDamaged(StoreError):
     """Its content is not that of a store."""
 
-    trouble = "damaged"
 
-
-class StoreLeftOver(StoreError):
-    """Beside its file lies the log of another one."""
-
-    trouble = "left over"
+class StoreForeignLog(StoreError):
+    """Next to its file lies the log of another one."""
 
 
 class StoreGone(StoreError):
-    """Its tables were removed while it was open."""
+    """Its file or its tables were removed while it was open."""
 
-    trouble = "gone"
+
+# --- warnings ------------------------------------------------------------------------------------
+
+MOST_WARNINGS = 1000
+"""How many problems of one store are told apart."""
+
+
+class WarnOnce:
+    """Logs each problem of one store a single time, however many entries it concerns."""
+
+    def __init__(self) -> None:
+        self._logged: dict[object, object] = {}
+
+    def __call__(self, problem: object, message: str) -> None:
+        """Warn, unless this problem (a `StoreError` class, or any name) was logged before."""
+        if len(self._logged) >= MOST_WARNINGS:
+            problem, message = "more", f"after {MOST_WARNINGS} problems no more of them are logged"
+        mark = object()
+        if self._logged.setdefault(problem, mark) is mark:  # atomic: no lock that a fork could hold
+            logger.warning("ejkernel store: %s", one_line(message))
+
+
+# --- what an error of a database driver means ----------------------------------------------------
+
+RUNS_SOMETHING = "it has views or triggers, which no store has, and they are not run; move it away"
+"""What to say where SQLite says that something is not authorised: see `sqlite_file.connect`."""
+
+_MEANING: tuple[tuple[str, type[StoreError]], ...] = (
+    ("SQLITE_BUSY", StoreBusy),
+    ("SQLITE_LOCKED", StoreBusy),
+    ("SQLITE_PROTOCOL", StoreBusy),
+    ("SQLITE_CORRUPT", StoreDamaged),
+    ("SQLITE_NOTADB", StoreDamaged),
+    ("SQLITE_READONLY_DBMOVED", StoreGone),
+    ("SQLITE_READONLY", StoreReadOnly),
+    ("SQLITE_FULL", StoreFull),
+    ("SQLITE_IOERR_WRITE", StoreFull),
+    ("SQLITE_IOERR_FSYNC", StoreFull),
+    ("SQLITE_IOERR_TRUNCATE", StoreFull),
+    ("SQLITE_IOERR_SHMSIZE", StoreFull),
+    ("42501", StoreReadOnly),  # insufficient privilege
+    ("25006", StoreReadOnly),  # read-only transaction: a standby
+    ("42P01", StoreGone),  # no such table
+    ("55P03", StoreBusy),  # lock not available
+    ("57014", StoreBusy),  # cancelled: it took too long
+    ("53100", StoreFull),
+    ("40", StoreBusy),  # serialisation failure, deadlock
+)
+"""By how SQLite's name of an error, or a server's SQLSTATE, starts."""
+
+
+def meaning(error: BaseException) -> type[StoreError]:
+    """The kind of `StoreError` that a driver's error, or SQLAlchemy's wrapping of one, is."""
+    original = getattr(error, "orig", None) or error
+    name = getattr(original, "sqlite_errorname", None) or getattr(original, "sqlstate", None) or ""
+    if name == "SQLITE_ERROR" and "no such table" in str(original):
+        return StoreDamaged
+    return next((kind for start, kind in _MEANING if name.startswith(start)), StoreUnavailable)
+
+
+def message_of(error: BaseException) -> str:
+    """The driver's own message, in one line, without SQL and without parameters."""
+    original = getattr(error, "orig", None) or error
+    if getattr(original, "sqlite_errorname", None) == "SQLITE_AUTH":
+        return RUNS_SOMETHING
+    text = " ".join(str(original).split()) or type(original).__name__
+    return f"there is no room to write ({text})" if meaning(error) is StoreFull else text

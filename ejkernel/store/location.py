@@ -81,7 +81,7 @@ def locate(given: str | os.PathLike[str]) -> Location:
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise NotADirectoryError(
             f"PersistentCache: path={str(folder)!r} is a file; give a folder (it is created "
-            "when the first config is kept) or a URL"
+            "when the first config is stored) or a URL"
         )
     return FolderLocation(folder)
 

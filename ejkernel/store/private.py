@@ -1,9 +1,10 @@
-"""Folders of this user alone, worked in by descriptor.
+"""Folders that nobody else can tamper with, and files that are whole or not there.
 
 What lies in the cache folder is believed, and some of it is run, so nobody else may have put it
-there. A folder is opened once and checked as it is open; everything in it is then reached through
-that descriptor and never through a link. So there is no moment between the check and the use, and
-what is made is private whatever the umask.
+there. A `PrivateFolder` is opened once and checked as it is open; everything in it is then reached
+through that descriptor and never through a link. So there is no moment between the check and the
+use, and what is made is private whatever the umask. SQLite opens its files by path, so the folder
+of a store is checked by `check_owner` before that.
 """
 
 from __future__ import annotations
@@ -15,16 +16,15 @@ import pathlib
 import stat
 import uuid
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Self
 
-from .folder import ours, reason_against_parent, user
-from .reading import LARGEST, not_regular, read_descriptor
+from .errors import StoreRefused
+from .location import FolderLocation
+from .reading import LARGEST, READ_ONLY, not_regular, read_descriptor
 
 _POSIX = os.name == "posix"  # elsewhere folders cannot be opened, and paths have to do
-_FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
+_FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
-_FILE = os.O_RDONLY | _NOFOLLOW | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 class FolderRefused(OSError):
@@ -49,7 +49,7 @@ class PrivateFolder:
         folder above it is not, and other kinds of `OSError`.
         """
         folder = pathlib.Path(path).absolute()
-        reason = reason_against_parent(folder, shared=False)
+        reason = _reason_against_parent(folder, shared=False)
         if reason is not None:
             raise _refused(folder, reason)
         if create:
@@ -59,8 +59,8 @@ class PrivateFolder:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
             return cls(folder, None)
         link = os.lstat(folder)
-        if stat.S_ISLNK(link.st_mode) and not ours(link):
-            raise _refused(folder, f"it is a link made by {user(link.st_uid)}")
+        if stat.S_ISLNK(link.st_mode) and not _ours(link):
+            raise _refused(folder, f"it is a link made by {_user(link.st_uid)}")
         return cls._checked(folder, os.open(folder, _FOLDER))
 
     def inner(self, name: str, *, create: bool = False) -> Self:
@@ -83,15 +83,15 @@ class PrivateFolder:
         cls, path: str | os.PathLike[str], name: str, *, create: bool = False
     ) -> Iterator[Self]:
         """Open a folder, and one inside of it for as long as the block runs."""
-        with cls.open(path, create=create) as folder, folder.inner(name, create=create) as found:
-            yield found
+        with cls.open(path, create=create) as folder, folder.inner(name, create=create) as inner:
+            yield inner
 
     @classmethod
     def _checked(cls, path: pathlib.Path, descriptor: int) -> Self:
         status = os.fstat(descriptor)
         reason = None
-        if not ours(status):
-            reason = f"it belongs to {user(status.st_uid)}"
+        if not _ours(status):
+            reason = f"it belongs to {_user(status.st_uid)}"
         elif status.st_mode & stat.S_IWOTH:
             reason = "everyone may write in it"
         if reason is None:
@@ -108,12 +108,7 @@ class PrivateFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # --- what is in it ---------------------------------------------------------------------------
@@ -142,7 +137,7 @@ class PrivateFolder:
     def open_file(self, name: str, *, never: int = stat.S_IWOTH) -> int:
         """As `opened`, for whoever closes the descriptor themselves."""
         try:
-            descriptor = os.open(self._name(name), _FILE, dir_fd=self.descriptor)
+            descriptor = os.open(self._name(name), READ_ONLY | _NOFOLLOW, dir_fd=self.descriptor)
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise ValueError("it is a link, not a regular file") from None
@@ -152,8 +147,8 @@ class PrivateFolder:
             irregular = not_regular(status)
             if irregular is not None:
                 raise ValueError(irregular)
-            if not ours(status):
-                raise _refused(self.path / name, f"it belongs to {user(status.st_uid)}")
+            if not _ours(status):
+                raise _refused(self.path / name, f"it belongs to {_user(status.st_uid)}")
             if _POSIX and status.st_mode & never:
                 raise _refused(self.path / name, "others may write it")
         except BaseException:
@@ -219,19 +214,142 @@ def make_private(folder: pathlib.Path, descriptor: int | None = None) -> None:
         missing = [folder]
     else:
         missing = [folder, *folder.parents]
-        there = next((i for i, place in enumerate(missing) if os.path.lexists(place)), 0)
+        there = next((i for i, path in enumerate(missing) if os.path.lexists(path)), 0)
         missing = missing[:there]
-    for place in reversed(missing):
+    for path in reversed(missing):
         try:
-            os.mkdir(place, 0o700, dir_fd=descriptor)
+            os.mkdir(path, 0o700, dir_fd=descriptor)
         except FileExistsError:
             continue
-        made = os.stat(place, dir_fd=descriptor, follow_symlinks=False)
+        made = os.stat(path, dir_fd=descriptor, follow_symlinks=False)
         if _POSIX and stat.S_IMODE(made.st_mode) != 0o700:  # the umask took something away
-            os.chmod(place, 0o700, dir_fd=descriptor)
+            os.chmod(path, 0o700, dir_fd=descriptor)
 
 
-def _refused(place: pathlib.Path, why: str) -> FolderRefused:
+def why_not_writable(folder: pathlib.Path) -> str | None:
+    """Why nothing can be written to a folder, which may have to be made first; None if it can."""
+    paths = (folder.absolute(), *folder.absolute().parents)
+    there = next(path for path in paths if os.path.lexists(path))
+    if not os.path.isdir(there):
+        return f"{there} is no folder"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} may not be written"
+
+
+def _refused(path: pathlib.Path, why: str) -> FolderRefused:
     return FolderRefused(
-        f"{place} is not used: {why}. Remove it, or set EJKERNEL_CACHE_DIR to a folder of your own"
+        f"{path} is not used: {why}. Remove it, or set EJKERNEL_CACHE_DIR to a folder of your own"
     )
+
+
+# --- whose folder it is --------------------------------------------------------------------------
+
+
+def check_owner(location: FolderLocation) -> None:
+    """Refuse a folder that another user controls: what we read and write there could be theirs.
+
+    Refused are links that someone else made, what a link of one's own leads to if it belongs to
+    someone else, and folders of someone else in which everyone may write.
+    """
+    if not hasattr(os, "geteuid"):
+        return
+    folder = location.folder
+    if os.path.lexists(folder):
+        for path in (folder, location.file):
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                _refuse(path, _reason_against_link(path))
+        status = os.stat(folder)
+        if not _ours(status, root=False) and status.st_mode & stat.S_IWOTH:
+            owner = _user(status.st_uid)
+            _refuse(folder, f"it belongs to {owner} and everyone may write in it")
+    _refuse(folder, _reason_against_parent(folder))
+
+
+def _refuse(path: pathlib.Path, reason: str | None) -> None:
+    if reason is not None:
+        raise StoreRefused(
+            f"{path} is not used: {reason}. Give a folder of your own: PersistentCache(path), or "
+            "EJKERNEL_CACHE_DIR"
+        )
+
+
+def _reason_against_link(path: pathlib.Path) -> str | None:
+    link = os.lstat(path)
+    if not stat.S_ISLNK(link.st_mode):
+        return None
+    if not _ours(link):
+        return f"it is a link made by {_user(link.st_uid)}"
+    target = os.stat(path)
+    if _ours(target):
+        return None
+    return f"it is a link to {os.path.realpath(path)}, which belongs to {_user(target.st_uid)}"
+
+
+def _reason_against_parent(folder: pathlib.Path, *, shared: bool = True) -> str | None:
+    """Why the folders above a folder make that useless: somebody can replace what is in them.
+
+    That is who made a link on the way, and the owner of the folder right above: the sticky bit
+    binds everyone else. One in which not everyone may write is fine if it may be `shared` with a
+    group.
+    """
+    parents = folder.absolute().parents
+    parent = next((p for p in parents if os.path.isdir(p)), None)
+    if parent is None or not hasattr(os, "geteuid"):
+        return None
+    for path in parents:
+        with contextlib.suppress(OSError):  # it is not there yet
+            link = os.lstat(path)
+            if stat.S_ISLNK(link.st_mode) and not _ours(link):
+                return f"the folder {path} above it is a link made by {_user(link.st_uid)}"
+    status = os.stat(parent)
+    if _ours(status) or (shared and not status.st_mode & stat.S_IWOTH):
+        return None
+    everyone = " and everyone may write in it" if status.st_mode & stat.S_IWOTH else ""
+    owner = f"{_user(status.st_uid)}{everyone}"
+    return f"the folder {parent} above it belongs to {owner}, who may replace what is in it"
+
+
+def _ours(status: os.stat_result, root: bool = True) -> bool:
+    """True if something belongs to this user, or to root, who can do everything anyway."""
+    if not hasattr(os, "geteuid"):
+        return True
+    return status.st_uid == os.geteuid() or (root and status.st_uid == 0)
+
+
+def _user(uid: int) -> str:
+    return "root" if uid == 0 else f"another user (uid {uid})"
+
+
+# --- whole files ---------------------------------------------------------------------------------
+
+
+def write_whole(file: pathlib.Path, text: str) -> None:
+    """Write a file under another name and move it into place; its folder is made if need be.
+
+    A pipe or a device (`/dev/stdout`) is written to and stays what it is; so does a link.
+    """
+    file = pathlib.Path(os.path.realpath(file))
+    if file.exists() and not file.is_file() and not file.is_dir():
+        file.write_text(text, encoding="utf-8")
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".writing-{uuid.uuid4().hex}")
+    try:
+        with open(temporary, "x", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    flush_folder(file.parent)
+
+
+def flush_folder(folder: pathlib.Path) -> None:
+    """Make names durable: a new one, a rename or a removal is only in memory before."""
+    if _POSIX:  # elsewhere a folder cannot be opened
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -26,6 +26,9 @@ DEEPEST = 50
 MOST_OBJECTS = 2_000_000
 """Objects and lists in one file: an entry with all its trials has some hundreds."""
 
+READ_ONLY = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+"""How a file is opened to be read, without waiting for the other end of a pipe."""
+
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a pipe"),
@@ -68,8 +71,7 @@ def read_regular(path: str | os.PathLike[str], *, limit: int = LARGEST) -> bytes
     reason = not_regular(os.stat(path))  # not opened for this: opening a device may do something
     if reason is not None:
         raise ValueError(reason)
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    descriptor = os.open(path, flags)
+    descriptor = os.open(path, READ_ONLY)
     try:
         return read_descriptor(descriptor, limit=limit)
     finally:
@@ -85,8 +87,8 @@ def read_descriptor(descriptor: int, *, limit: int = LARGEST) -> bytes:
     data = bytearray()
     if status.st_size <= limit:
         # To the end, whatever its size: it may grow, and some of the system's say that it is 0.
-        while len(data) <= limit and (piece := os.read(descriptor, 2**20)):
-            data += piece
+        while len(data) <= limit and (chunk := os.read(descriptor, 2**20)):
+            data += chunk
     if max(status.st_size, len(data)) > limit:
         raise ValueError(f"it has more than {limit:,} bytes, the most that is read")
     return bytes(data)
@@ -137,9 +139,9 @@ def check_depth(text: str, deepest: int) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) == len(pairs):
-        return found
+    value = dict(pairs)
+    if len(value) == len(pairs):
+        return value
     seen: set[str] = set()
     twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
     raise ValueError(f"an object has the name {shown(twice)} twice")

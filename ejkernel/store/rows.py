@@ -1,24 +1,28 @@
-"""Entries and trials as rows, and back as plain data."""
+"""Keys, entries and trials as rows of the tables, and back as plain data.
+
+A key is `(device, op_id, call_key)` or one text. Any text is allowed, but a database server takes
+neither the zero character nor half of a surrogate pair, so those are escaped.
+"""
 
 from __future__ import annotations
 
 import datetime
 import hashlib
 import json
+import re
 import socket
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import StoreError
-from .keys import Key, from_columns, storable, to_columns
 from .reading import DEEPEST, check_depth, parse_json, shown
 
 COMPILERS = ("jax", "jaxlib", "backend")
 """Of the versions of an entry, those that make the program: another one makes other timings."""
 
 LARGEST_VALUE = 8 * 2**20
-"""Bytes of the largest value that is kept or read: they have some thousand."""
+"""Bytes of the largest value that is stored or read: they have some thousand."""
 
 NOT_TRIED = "not tried"
 """The verdict that says nothing: it never takes the place of one that does."""
@@ -40,11 +44,67 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
+# --- keys ----------------------------------------------------------------------------------------
+
+StoreKey = tuple[str, str, str] | str
+
+LONGEST_KEY = 2000  # bytes: what fits into an index of every database
+
+_TEXT_KEY = "\\key"  # escaping makes no such text, so no device has this name
+_AWKWARD = re.compile("[\\\\\x00\ud800-\udfff]")
+_ESCAPES = {"\\": "\\\\", "\x00": "\\x00"}
+_ESCAPED = re.compile(r"\\(\\|x00|u[0-9a-f]{4})")
+
+
+class Columns(NamedTuple):
+    """Where a key is in the table."""
+
+    device: str
+    op_id: str
+    call_key: str
+
+
+def to_columns(key: StoreKey) -> Columns:
+    """The columns of a key; `TypeError` if it is not one, `ValueError` if it is too long."""
+    if isinstance(key, str):
+        columns = Columns(_TEXT_KEY, "", _escaped(key))
+    elif isinstance(key, tuple) and len(key) == 3 and all(isinstance(part, str) for part in key):
+        columns = Columns(*map(_escaped, key))
+    else:
+        raise TypeError(
+            f"PersistentCache keys are (device, op_id, call_key), all text, or one text; got "
+            f"{key!r} ({type(key).__name__})"
+        )
+    if sum(len(part.encode()) for part in columns) > LONGEST_KEY:
+        raise ValueError(f"the key {str(key)[:60]!r}… is too long; {LONGEST_KEY} bytes are allowed")
+    return columns
+
+
+def from_columns(device: str, op_id: str, call_key: str) -> StoreKey:
+    """The key of a row."""
+    if device == _TEXT_KEY:
+        return _plain(call_key)
+    return (_plain(device), _plain(op_id), _plain(call_key))
+
+
+def storable(text: str) -> str:
+    """A readable text for any text, without what a database cannot hold. Not reversible."""
+    return text.encode("utf-8", "backslashreplace").decode().replace("\x00", "\\x00")
+
+
+def _escaped(text: str) -> str:
+    return _AWKWARD.sub(lambda match: _ESCAPES.get(match[0]) or f"\\u{ord(match[0]):04x}", text)
+
+
+def _plain(text: str) -> str:
+    return _ESCAPED.sub(lambda m: "\\" if m[1] == "\\" else chr(int(m[1][1:], 16)), text)
+
+
 # --- entries -------------------------------------------------------------------------------------
 
 
 def entry_row(
-    key: Key, config: Any, config_type: str, about: Mapping[str, Any]
+    key: StoreKey, config: Any, config_type: str, about: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The row of an entry and those of its trials. Raises `TypeError` for what is no plain data."""
     rest: dict[str, Any] = {"when": now(), "where": socket.gethostname(), **about}
@@ -82,37 +142,27 @@ def wrong_about(name: str, value: Any) -> bool:
 
 
 def sound_about(about: Mapping[str, Any]) -> dict[str, Any]:
-    """What is known about an entry, without what is not of its kind: a store keeps anything."""
+    """What is known about an entry, without what is not of its kind: a store holds anything."""
     return {name: value for name, value in about.items() if not wrong_about(name, value)}
 
 
 def entry_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """An entry as plain data, from its row. Raises `ValueError` if the row is damaged."""
-    about: dict[str, Any] = {}
-    for name in _TEXTS:
-        if row[name] is not None:
-            about[name] = _checked(row[name], str, name)
-    for name in _NUMBERS:
-        if row[name] is not None:
-            about[name] = _checked(row[name], float, name)
-    for name in _OBJECTS:
-        if row[name] is not None:
-            about[name] = _checked(_parsed(row[name], name), dict, name)
-    about.update(_checked(_parsed(row["about"], "about"), dict, "about"))
+    columns = [*((name, str) for name in _TEXTS), *((name, float) for name in _NUMBERS)]
+    columns += [(name, dict) for name in _OBJECTS]
+    about = {name: _value(row, name, kind) for name, kind in columns if row[name] is not None}
     return {
         "key": key_of(row),
         # A config says `{"$float": "nan"}`: a bare one would make a bundle that nobody can read.
         "config": _parsed(row["config"], "config", nan=False),
-        "config_type": _checked(row["config_type"], str, "config_type"),
-        "about": about,
+        "config_type": _value(row, "config_type", str),
+        "about": {**about, **_value(row, "about", dict)},
     }
 
 
-def key_of(row: Mapping[str, Any]) -> Key:
+def key_of(row: Mapping[str, Any]) -> StoreKey:
     """The key of a row."""
-    return from_columns(
-        *(_checked(row[name], str, name) for name in ("device", "op_id", "call_key"))
-    )
+    return from_columns(*(_value(row, name, str) for name in Columns._fields))
 
 
 def origin(about: Mapping[str, Any]) -> str:
@@ -154,13 +204,13 @@ def _trial_rows(records: Iterable[Any], origin: str, when: str) -> list[dict[str
 def trial_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """A trial as plain data, from its row. Raises `ValueError` if the row is damaged."""
     return {
-        **_checked(_parsed(row["about"], "about"), dict, "about"),
+        **_value(row, "about", dict),
         "config": _parsed(row["config"], "config"),
-        "verdict": _checked(row["verdict"], str, "verdict"),
-        "seconds": None if row["seconds"] is None else _checked(row["seconds"], float, "seconds"),
-        "samples_ns": _checked(_parsed(row["samples_ns"], "samples_ns"), list, "samples_ns"),
-        "reason": _checked(row["reason"], str, "reason"),
-        "when": _checked(row["when"], str, "when"),
+        "verdict": _value(row, "verdict", str),
+        "seconds": None if row["seconds"] is None else _value(row, "seconds", float),
+        "samples_ns": _value(row, "samples_ns", list),
+        "reason": _value(row, "reason", str),
+        "when": _value(row, "when", str),
     }
 
 
@@ -177,9 +227,9 @@ def _json(value: Any, nan: bool = True) -> str:
         text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=nan)
         check_depth(text, _DEEPEST)
     except ValueError as error:
-        raise StoreError(f"a value cannot be kept: {error}") from error
+        raise StoreError(f"a value cannot be stored: {error}") from error
     if len(text) > LARGEST_VALUE:
-        raise StoreError(f"a value has {len(text):,} bytes; at most {LARGEST_VALUE:,} are kept")
+        raise StoreError(f"a value has {len(text):,} bytes; at most {LARGEST_VALUE:,} are stored")
     return text
 
 
@@ -194,7 +244,9 @@ def _parsed(text: Any, name: str, nan: bool = True) -> Any:
         raise ValueError(f"its {name} cannot be read: {error}") from error
 
 
-def _checked(value: Any, kind: type, name: str) -> Any:
+def _value(row: Mapping[str, Any], name: str, kind: type) -> Any:
+    """A column of a row, which is of this kind; objects and lists are stored as JSON."""
+    value = _parsed(row[name], name) if kind in (dict, list) else row[name]
     if not isinstance(value, kind):
         raise ValueError(f"its {name} is {shown(value)}")
     return value

@@ -1,6 +1,6 @@
 """Entries by key, in a file or on a server; many threads, processes and machines at once.
 
-Reading never fails: a store that cannot be read is said once, and is then as good as empty.
+Reading never fails: a store that cannot be read costs one warning, and is then as good as empty.
 Writing raises a `StoreError`. Nothing is opened before the first use, nothing is written before
 the first write, and SQLAlchemy is imported when there is something to read.
 """
@@ -11,42 +11,21 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from . import rows
-from .errors import StoreBusy, StoreError, StoreGone
-from .folder import hurried, identity
-from .keys import Key, to_columns
+from .errors import StoreBusy, StoreError, StoreGone, WarnOnce
 from .location import FolderLocation, Location
-from .notices import Notices
+from .rows import StoreKey, to_columns
+from .sqlite_file import hurried, identity
 
 if TYPE_CHECKING:
     import sqlalchemy as sa
 
+    from .backends import Backend
     from .database import Database
 
 T = TypeVar("T")
-Row = Mapping[str, Any]
-
-
-class Home(Protocol):
-    """Where a store lives: what a new kind of database has to supply."""
-
-    def database(self, *, write: bool) -> Database | None:
-        """The open database; None if there is none yet and none is needed to read."""
-        ...
-
-    def is_current(self) -> bool:
-        """False if what was open is not the store any more: a write must be done again."""
-        ...
-
-    def recover(self, error: StoreError) -> bool:
-        """Put right what can be after an error; True if another attempt makes sense."""
-        ...
-
-    def close(self) -> None:
-        """Close it; the next use opens it again."""
-        ...
 
 
 class Store:
@@ -54,12 +33,11 @@ class Store:
 
     Args:
       location: see `ejkernel.store.locate`.
-      notices: where troubles are said, once each.
     """
 
-    def __init__(self, location: Location, notices: Notices | None = None) -> None:
+    def __init__(self, location: Location) -> None:
         self.location = location
-        self.notices = notices or Notices()
+        self.warn_once = WarnOnce()
         self._slot = _Slot()
         self._was_busy = False  # when it was read last
         self._lock = threading.RLock()  # one thread at a time; forking waits for it too
@@ -68,64 +46,62 @@ class Store:
 
     # --- reading ---------------------------------------------------------------------------------
 
-    def entry(self, key: Key) -> dict[str, Any] | None:
-        """What is kept under a key, without its trials: one row is read."""
+    def entry(self, key: StoreKey) -> dict[str, Any] | None:
+        """What is stored under a key, without its trials: one row is read."""
         try:
             columns = to_columns(key)
-        except ValueError:  # a key that cannot be kept is not there
+        except ValueError:  # a key that cannot be stored is not there
             return None
-        row: Row | None = self._read(lambda c: _queries().find_entry(c, columns), None)
-        return None if row is None else self._whole(rows.entry_of, row, str(key))
+        row = self._read(lambda c: _tables().find_entry(c, columns), None)
+        return None if row is None else self._sound(rows.entry_of, row, str(key))
 
-    def trials(self, key: Key) -> list[dict[str, Any]]:
+    def trials(self, key: StoreKey) -> list[dict[str, Any]]:
         """Every candidate of a key with its time or its error, the oldest first."""
         try:
             columns = to_columns(key)
         except ValueError:
             return []
-        found: list[Row] = self._read(lambda c: _queries().find_trials(c, columns), [])
-        whole = (self._whole(rows.trial_of, row, f"a trial of {key}") for row in found)
-        return [trial for trial in whole if trial is not None]
+        stored: list[Any] = self._read(lambda c: _tables().find_trials(c, columns), [])
+        return self._all_sound(rows.trial_of, stored, f"a trial of {key}")
 
-    def list_keys(self) -> list[Key]:
+    def list_keys(self) -> list[StoreKey]:
         """All keys, the oldest first."""
-        found: list[Row] = self._read(lambda c: _queries().find_keys(c), [])
-        keys = (self._whole(rows.key_of, row, "a key") for row in found)
-        return [key for key in keys if key is not None]
+        return self._all_sound(
+            rows.key_of, self._read(lambda c: _tables().find_keys(c), []), "a key"
+        )
 
     def count(self) -> int:
         """How many entries there are."""
-        return self._read(lambda c: _queries().count(c), 0)
+        return self._read(lambda c: _tables().count(c), 0)
 
     def related(self, limit: int = 200, **columns: str) -> list[dict[str, Any]]:
         """Entries with these `device`, `op_id`, `call_key`; `matmul@v*` stands for any ending."""
-        found: list[Row] = self._read(lambda c: _queries().find_related(c, columns, limit), [])
-        entries = (self._whole(rows.entry_of, row, "an entry") for row in found)
-        return [entry for entry in entries if entry is not None]
+        stored: list[Any] = self._read(lambda c: _tables().find_related(c, columns, limit), [])
+        return self._all_sound(rows.entry_of, stored, "an entry")
 
     # --- writing ---------------------------------------------------------------------------------
 
-    def put(self, key: Key, config: Any, config_type: str, about: Mapping[str, Any]) -> None:
-        """Keep an entry. When this returns it is on disk, or on the server.
+    def put(self, key: StoreKey, config: Any, config_type: str, about: Mapping[str, Any]) -> None:
+        """Store an entry. When this returns it is on disk, or on the server.
 
-        Trials (`about["trials"]`) are kept per candidate: those already there stay if they were
+        Trials (`about["trials"]`) are stored per candidate: those already there stay if they were
         measured from the same source, in the same way, with the same compilers.
         """
         row, trials = rows.entry_row(key, config, config_type, about)
         origin = rows.origin(about)
-        self._write(lambda c: _queries().put(c, row, trials, origin))
+        self._write(lambda c: _tables().put(c, row, trials, origin))
 
-    def remove(self, key: Key) -> bool:
+    def remove(self, key: StoreKey) -> bool:
         """Remove the entry of a key with its trials; False if there was none."""
         columns = to_columns(key)
         if not self._holds_something():
             return False
-        return self._write(lambda c: bool(_queries().remove(c, columns)))
+        return self._write(lambda c: bool(_tables().remove(c, columns)))
 
     def clear(self) -> None:
         """Remove every entry."""
         if self._holds_something():
-            self._write(lambda c: _queries().clear(c))
+            self._write(lambda c: _tables().clear(c))
 
     def check(self, *, write: bool = False) -> None:
         """Raise the `StoreError` that reading, or writing, would meet; nothing if all is well.
@@ -138,7 +114,7 @@ class Store:
                 self._attempt(lambda database: database.write(lambda _: None), None, write=True)
             elif not self._is_empty():
                 self._attempt(
-                    lambda database: database.read(lambda c: _queries().count(c)), 0, write=False
+                    lambda database: database.read(lambda c: _tables().count(c)), 0, write=False
                 )
 
     def close(self) -> None:
@@ -148,24 +124,24 @@ class Store:
 
     # --- how -------------------------------------------------------------------------------------
 
-    def _read(self, work: Callable[[sa.Connection], T], otherwise: T) -> T:
+    def _read(self, transaction: Callable[[sa.Connection], T], otherwise: T) -> T:
         try:
             with self._lock:
-                if self._slot.home is None and self._is_empty():
+                if self._slot.backend is None and self._is_empty():
                     return otherwise
                 # Every call that is traced reads: one that is locked for good costs one wait.
                 with hurried(self._was_busy):
-                    found = self._attempt(lambda d: d.read(work), otherwise, write=False)
+                    done = self._attempt(lambda d: d.read(transaction), otherwise, write=False)
                 self._was_busy = False
-                return found
+                return done
         except StoreError as error:
             self._was_busy = isinstance(error, StoreBusy)
-            self.notices.once(error.trouble, f"going on without it: {error}")
+            self.warn_once(type(error), f"going on without it: {error}")
             return otherwise
 
-    def _write(self, work: Callable[[sa.Connection], T]) -> T:
+    def _write(self, transaction: Callable[[sa.Connection], T]) -> T:
         with self._lock:
-            done = self._attempt(lambda database: database.write(work), None, write=True)
+            done = self._attempt(lambda database: database.write(transaction), None, write=True)
         return cast(T, done)  # what is written to is never absent
 
     def _holds_something(self) -> bool:
@@ -174,17 +150,21 @@ class Store:
             return not self._is_empty() and self._attempt(lambda _: True, False, write=False)
 
     def _attempt(self, act: Callable[[Database], T], otherwise: T, *, write: bool) -> T:
-        home = self._found_home()
+        if self._slot.backend is None:
+            from .backends import backend_of
+
+            self._slot.backend = backend_of(self.location, self.warn_once)
+        backend = self._slot.backend
         for last in (False, False, True):  # a second recovery may follow from the first
             try:
-                database = home.database(write=write)
+                database = backend.database(write=write)
                 if database is None:
                     return otherwise
-                found = act(database)
-                if not write or home.is_current():
-                    return found
+                done = act(database)
+                if not write or backend.is_current():
+                    return done
             except StoreError as error:
-                if last or not home.recover(error):
+                if last or not backend.recover(error):
                     raise
         raise StoreGone(f"{self.location.shown} was replaced again and again while it was written")
 
@@ -192,42 +172,32 @@ class Store:
         """True if there is no file: a look at the folder, without importing anything."""
         return isinstance(self.location, FolderLocation) and identity(self.location) is None
 
-    def _found_home(self) -> Home:
-        if self._slot.home is None:
-            if isinstance(self.location, FolderLocation):
-                from .files import FileHome
+    def _all_sound(self, read: Callable[[Any], T], stored: list[Any], what: str) -> list[T]:
+        values = (self._sound(read, row, what) for row in stored)
+        return [value for value in values if value is not None]
 
-                self._slot.home = FileHome(self.location, self.notices)
-            else:
-                from .server import ServerHome
-
-                self._slot.home = ServerHome(self.location, self.notices)
-        return self._slot.home
-
-    def _whole(self, read: Callable[[Any], T], row: Any, what: str) -> T | None:
+    def _sound(self, read: Callable[[Any], T], row: Any, what: str) -> T | None:
         try:
             return read(row)
         except ValueError as error:
-            self.notices.once(
-                f"row {what}", f"{what} in {self.location.shown} is damaged and not used: {error}"
-            )
+            self.warn_once(("row", what), f"{what} in {self.location.shown} is damaged: {error}")
             return None
 
 
-def _queries() -> Any:
-    from . import queries
+def _tables() -> Any:
+    from . import tables
 
-    return queries
+    return tables
 
 
 class _Slot:
     """What a store has open: apart from the store, so that it can be closed when that is gone."""
 
-    home: Home | None = None
+    backend: Backend | None = None
 
     def close(self) -> None:
-        if self.home is not None:
-            self.home.close()
+        if self.backend is not None:
+            self.backend.close()
 
 
 # --- forks ---------------------------------------------------------------------------------------

@@ -148,7 +148,7 @@ def test_a_url_that_nobody_understands(ej):
 def test_a_locked_store(ej, store, monkeypatch, tmp_path):
     bundle = tmp_path / "b.json"
     assert ej("configs", "export", bundle).code == 0
-    monkeypatch.setattr("ejkernel.store.database.PATIENCE", 0.2)
+    monkeypatch.setattr("ejkernel.store.sqlite_file.PATIENCE", 0.2)
     file = store.path / "configs.sqlite3"
     store.close()
     other = sqlite3.connect(file, isolation_level=None)

@@ -34,8 +34,8 @@ class Nursery:
 
     def run(self, code: str, *, uid: int | None = None, **args: Any) -> Outcome:
         """Run code in a child; `uid` makes it another user (only root can ask for that)."""
-        order = {"code": textwrap.dedent(code), "args": args, "uid": uid}
-        self.process.stdin.write(json.dumps(order, default=str) + "\n")
+        job = {"code": textwrap.dedent(code), "args": args, "uid": uid}
+        self.process.stdin.write(json.dumps(job, default=str) + "\n")
         self.process.stdin.flush()
         answer = json.loads(self.process.stdout.readline())
         assert answer["error"] is None, answer["error"]
@@ -62,9 +62,7 @@ def _serve() -> None:
     import time
 
     import ejkernel.ops
-    import ejkernel.store.files
-    import ejkernel.store.queries
-    import ejkernel.store.server
+    import ejkernel.store.backends
     from ejkernel.ops import FwdParams, PersistentCache
     from ejkernel.store import StoreError
 
@@ -82,12 +80,12 @@ def _serve() -> None:
         "time": time,
     }
     for line in sys.stdin:
-        order = json.loads(line)
+        job = json.loads(line)
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
             os.close(reading)
-            answer = _live(order, names)
+            answer = _live(job, names)
             with os.fdopen(writing, "w") as stream:
                 stream.write(json.dumps(answer, default=str))
             os._exit(0)
@@ -99,7 +97,7 @@ def _serve() -> None:
         print(json.dumps(json.loads(text) if text else died), flush=True)
 
 
-def _live(order: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
+def _live(job: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
     warnings: list[str] = []
 
     class Collect(logging.Handler):
@@ -107,14 +105,14 @@ def _live(order: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
             warnings.append(record.getMessage())
 
     logging.getLogger("ejkernel").addHandler(Collect(logging.WARNING))
-    space = {**names, "args": order["args"], "warnings": warnings, "result": None}
+    space = {**names, "args": job["args"], "warnings": warnings, "result": None}
     error = None
     try:
-        if order["uid"] is not None:
+        if job["uid"] is not None:
             os.setgroups([])
-            os.setgid(order["uid"])
-            os.setuid(order["uid"])
-        exec(compile(order["code"], "<nursery>", "exec"), space)
+            os.setgid(job["uid"])
+            os.setuid(job["uid"])
+        exec(compile(job["code"], "<nursery>", "exec"), space)
     except BaseException:  # noqa: BLE001  it goes to the test
         error = traceback.format_exc()
     return {"result": space["result"], "warnings": warnings, "error": error}

@@ -32,7 +32,7 @@ from ejkernel.ops import (
 from ejkernel.ops.config.selection import Sources
 from ejkernel.ops.config.stored import reload_bundles
 from ejkernel.store import Bundle, BundleError
-from ejkernel.store.sources import Shipped
+from ejkernel.store.bundle import Shipped
 
 X = jnp.arange(8.0)
 
@@ -244,7 +244,7 @@ def test_verify_finds_what_does_not_fit(tmp_path):
     assert "does not fit" in problem(config={"no such field": 1})
     assert "no kernel" in problem(key=("cpu", "unheard-of@v1", "0" * 16))
     assert "stale" in problem(about={**good["about"], "source": "other"})
-    assert "cut short" in problem(about={**good["about"], "incomplete": "Ctrl-C"})
+    assert "interrupted" in problem(about={**good["about"], "incomplete": "Ctrl-C"})
     versions = {**good["about"]["versions"], "jaxlib": "0.0.1"}
     assert "suspect" in problem(about={**good["about"], "versions": versions})
     assert kernel.full_op_id in problem(config=None)
@@ -362,14 +362,14 @@ def test_an_installed_package_ships_bundles_without_being_imported(tmp_path):
     Bundle([entry(5)]).save(package / "one.json")
     program = """
         import sys
-        from ejkernel.store.sources import Shipped
+        from ejkernel.store.bundle import Shipped
         shipped = Shipped()
         found, source = shipped.find(("cpu|x", "twice@v1", "0" * 16))
         assert found["config"] == {"block": 5}
         assert source.origin == "entry point a = shipper.configs"
         assert len(shipped.bundles) == 2
-        [trouble] = shipped.troubles
-        assert "nowhere.at" in str(trouble) and "no such package" in str(trouble)
+        [problem] = shipped.problems
+        assert "nowhere.at" in str(problem) and "no such package" in str(problem)
         assert "shipper" not in sys.modules
         print("fine")
     """
@@ -406,10 +406,10 @@ def test_a_damaged_package_costs_one_warning_and_the_others_serve(tmp_path, monk
     monkeypatch.setattr(sys, "meta_path", [Odd(), *sys.meta_path])
     shipped = Shipped()
     assert shipped.find(("cpu|x", "twice@v1", "0" * 16))[0]["config"] == {"block": 5}
-    troubles = sorted(map(str, shipped.troubles))
-    assert len(troubles) == 2
-    assert "b = odd" in troubles[0]
-    assert "broken-1.0.dist-info: its entry points cannot be read" in troubles[1]
+    problems = sorted(map(str, shipped.problems))
+    assert len(problems) == 2
+    assert "b = odd" in problems[0]
+    assert "broken-1.0.dist-info: its entry points cannot be read" in problems[1]
 
 
 def test_earlier_sources_answer_first(tmp_path):
@@ -420,7 +420,7 @@ def test_earlier_sources_answer_first(tmp_path):
     assert json.loads((tmp_path / "a.json").read_text())["version"] == 1
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "no *.json" in str(Shipped(str(empty), packages=False).troubles[0])
+    assert "no *.json" in str(Shipped(str(empty), packages=False).problems[0])
 
 
 def test_a_pipe_or_a_device_is_written_to_and_not_replaced(tmp_path):

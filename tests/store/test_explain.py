@@ -194,13 +194,13 @@ def test_a_decision_that_is_sent_elsewhere_takes_its_explanation_along(store, ke
 def test_an_explanation_keeps_no_tracer_alive(store, kernel):
     keep(store, kernel, kernel.bind(Q, K))
     chain = ConfigSelectorChain(ConfigCache(), persistent=store, autotune=False)
-    kept = []
+    decisions = []
 
     @jax.jit
     def traced(x):
-        kept.append(chain.decide(Invocation(kernel=kernel, args=(x, x)), kernel))
+        decisions.append(chain.decide(Invocation(kernel=kernel, args=(x, x)), kernel))
         return x
 
     with jax.checking_leaks():
         traced(Q)
-    assert "you asked for [8,4]" in kept[0].explain()
+    assert "you asked for [8,4]" in decisions[0].explain()

@@ -179,15 +179,15 @@ from ejkernel.ops.tuner.journal import Journal
 from ejkernel.report import Run
 from ejkernel.cli.records import save_record
 library = Library("tiny", pathlib.Path(sys.argv[1]), ("which",))
-kept = []
+alive = []
 
 def use(cache):
     os.environ["EJKERNEL_CACHE_DIR"] = cache
-    kept.append(PersistentCache())
-    kept[-1].put("key", {"a": 1})
+    alive.append(PersistentCache())
+    alive[-1].put("key", {"a": 1})
     journal = Journal()
-    kept.append(journal.about_to_run("k", "c"))
-    kept[-1].__enter__()
+    alive.append(journal.about_to_run("k", "c"))
+    alive[-1].__enter__()
     assert journal.culprits() == []
     assert save_record(Run("t", "d", "now"), "t", None)
     assert state.build_library(library) == state.find(library)

@@ -1,5 +1,5 @@
 """A file that somebody else has made: what it defines is not run, and it costs little time and
-memory, whatever it holds. So do the files beside it.
+memory, whatever it holds. So do the files next to it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import tracemalloc
 import pytest
 
 from ejkernel.ops import PersistentCache
-from ejkernel.store import StoreError, files, locate
-from ejkernel.store.glance import count_entries
+from ejkernel.store import StoreError, backends, locate
 from ejkernel.store.rows import LARGEST_VALUE
+from ejkernel.store.sqlite_file import count_entries
 
 KEY = ("cpu|x", "m@v1", "0" * 16)
 ANOTHER = ("cpu|x", "m@v1", "1" * 16)
@@ -74,13 +74,13 @@ def store(tmp_path):
     return tmp_path / "store"
 
 
-def beside(store, suffix):
+def next_to(store, suffix):
     return store / f"configs.sqlite3{suffix}"
 
 
 @pytest.mark.parametrize("what", HOSTILE)
 def test_what_a_file_defines_is_not_run(store, what, nursery):
-    with sqlite3.connect(beside(store, "")) as connection:
+    with sqlite3.connect(next_to(store, "")) as connection:
         HOSTILE[what](connection)
     connection.close()
     if "entries" in what:
@@ -94,7 +94,7 @@ def test_what_a_file_defines_is_not_run(store, what, nursery):
 def test_a_trigger_that_is_added_to_an_open_store_is_not_run(store):
     cache = PersistentCache(store)
     assert cache.get(KEY) == {"a": 1}
-    with sqlite3.connect(beside(store, "")) as connection:
+    with sqlite3.connect(next_to(store, "")) as connection:
         HOSTILE["a trigger that deletes"](connection)
     connection.close()
     with pytest.raises(StoreError, match="views or triggers"):
@@ -105,7 +105,7 @@ def test_a_trigger_that_is_added_to_an_open_store_is_not_run(store):
 def test_a_value_of_many_megabytes_costs_its_entry(store, caplog):
     cache = PersistentCache(store)
     cache.put(ANOTHER, {"a": 2})
-    with sqlite3.connect(beside(store, "")) as connection:
+    with sqlite3.connect(next_to(store, "")) as connection:
         huge = f"[{'[],' * (LARGEST_VALUE // 3)}1]"
         connection.execute("UPDATE ejkernel_entries SET config = ? WHERE id = 1", (huge,))
     connection.close()
@@ -117,7 +117,7 @@ def test_a_value_of_many_megabytes_costs_its_entry(store, caplog):
 
 
 def test_a_small_file_that_computes_gigabytes_is_no_store(store, nursery):
-    with sqlite3.connect(beside(store, "")) as connection:
+    with sqlite3.connect(next_to(store, "")) as connection:
         (made,) = connection.execute(
             "SELECT sql FROM sqlite_master WHERE name = 'ejkernel_trials'"
         ).fetchone()
@@ -140,7 +140,7 @@ def test_a_small_file_that_computes_gigabytes_is_no_store(store, nursery):
 def test_a_row_of_hundreds_of_megabytes_is_not_read(store, caplog):
     cache = PersistentCache(store)
     cache.put(ANOTHER, {"a": 2})
-    with sqlite3.connect(beside(store, "")) as connection:
+    with sqlite3.connect(next_to(store, "")) as connection:
         connection.execute("UPDATE ejkernel_entries SET about = zeroblob(100000000) WHERE id = 1")
     connection.close()
     tracemalloc.start()
@@ -160,7 +160,7 @@ LOGS = {
 
 @pytest.mark.parametrize("suffix", LOGS)
 def test_a_log_of_terabytes_of_nothing_is_not_walked_through(store, suffix):
-    with open(beside(store, suffix), "wb") as log:
+    with open(next_to(store, suffix), "wb") as log:
         log.write(LOGS[suffix])
         log.truncate(2**42)
     start = time.monotonic()
@@ -171,7 +171,7 @@ def test_a_log_of_terabytes_of_nothing_is_not_walked_through(store, suffix):
 @pytest.mark.parametrize("suffix", ["-wal", "-shm", "-journal"])
 @pytest.mark.parametrize("kind", ["a pipe", "a folder", "a link"])
 def test_something_else_in_the_place_of_a_log_is_not_opened(store, suffix, kind, caplog):
-    place = beside(store, suffix)
+    place = next_to(store, suffix)
     if kind == "a pipe":
         os.mkfifo(place)
     elif kind == "a folder":
@@ -191,21 +191,21 @@ def test_something_else_in_the_place_of_a_log_is_not_opened(store, suffix, kind,
 
 
 def test_something_with_the_name_of_an_unfinished_file_is_not_in_the_way(tmp_path):
-    beside(tmp_path, ".new-x").mkdir()
+    next_to(tmp_path, ".new-x").mkdir()
     cache = PersistentCache(tmp_path)
     cache.put(KEY, 1)
     assert cache.get(KEY) == 1
 
 
 def test_a_file_that_is_removed_while_it_is_opened_is_made_again(store, monkeypatch):
-    really_open = files.open_file
+    really_open = backends.open_file
 
     def removed(*args, **keywords):
         monkeypatch.undo()
-        beside(store, "").unlink()
+        next_to(store, "").unlink()
         return really_open(*args, **keywords)
 
-    monkeypatch.setattr(files, "open_file", removed)
+    monkeypatch.setattr(backends, "open_file", removed)
     cache = PersistentCache(store)
     cache.put(ANOTHER, {"a": 2})
     assert cache.get(ANOTHER) == {"a": 2}

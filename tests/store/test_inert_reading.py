@@ -399,7 +399,7 @@ def test_wrong_types_at_every_place_of_a_bundle(some, tmp_path, monkeypatch, cap
     original = whole(kernel)
     inv = kernel.bind(X)
     file = tmp_path / "bundle.json"
-    refused = served = longest = 0
+    refused = used = longest = 0
     monkeypatch.setenv("EJKERNEL_CONFIG_PATH", str(file))
     cases = [(path, wrong) for path in places_in(original) for wrong in WRONG]
     for path, wrong in cases[:: some + (some > 1)]:  # seven wrong values: not always the same
@@ -416,12 +416,12 @@ def test_wrong_types_at_every_place_of_a_bundle(some, tmp_path, monkeypatch, cap
             refused += 1
             longest = max(longest, len(str(error)))
             continue
-        served += 1
+        used += 1
         merged, conflicts = bundle.merge(Bundle([document({"block": 7}, kernel)["entries"][0]]))
         assert all(str(conflict) for conflict in conflicts)
         assert Bundle.loads(merged.dumps()) == merged
         verify_bundle(bundle)
-    assert min(refused, served) > 150 // some
+    assert min(refused, used) > 150 // some
     assert longest < 2000
     assert "Traceback" not in caplog.text
 
@@ -641,7 +641,7 @@ def test_what_could_not_be_read_again_is_not_acknowledged(tmp_path):
     store = PersistentCache(tmp_path)
     with pytest.raises(StoreError, match="deep"):
         store.put("key", nested)
-    with pytest.raises(StoreError, match="cannot be kept"):
+    with pytest.raises(StoreError, match="cannot be stored"):
         store.put_plain("key", float("nan"), "float", about={})
     assert len(store) == 0
     store.put("key", float("nan"))

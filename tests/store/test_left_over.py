@@ -1,4 +1,4 @@
-"""A log that was left over beside a file that was removed, or restored from a backup.
+"""A log that was left over next to a file that was removed, or restored from a backup.
 
 SQLite merges any log that it finds. All of this is done with real processes that are killed.
 """
@@ -13,9 +13,9 @@ import sqlite3
 import pytest
 
 from ejkernel.ops import PersistentCache
-from ejkernel.store import folder as folders
+from ejkernel.store import backends
 from ejkernel.store.errors import StoreUnavailable
-from ejkernel.store.leftover import foreign_log
+from ejkernel.store.sqlite_file import foreign_log
 
 # Puts what it is told and dies with the store open: what it wrote is in the log.
 WRITE = """
@@ -52,7 +52,7 @@ def backup(place, *keys):
     """A copy of a store in its place, as it is before the other things happen."""
     cache = PersistentCache(place)
     for key in keys:
-        cache.put(key, "kept")
+        cache.put(key, "stored")
     cache.close()
     copy = place.parent / "backup"
     shutil.copy(place / "configs.sqlite3", copy)
@@ -80,7 +80,7 @@ def copy_back(place, copy):
 
 def move_another(place, copy):
     cache = PersistentCache(place.parent / "another")
-    cache.put("kept 0", "kept")
+    cache.put("stored 0", "stored")
     cache.close()
     os.replace(place.parent / "another" / "configs.sqlite3", place / "configs.sqlite3")
 
@@ -96,9 +96,9 @@ WAYS = [remove, remove_most, move_back, copy_back, move_another]
     ],
 )
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_a_log_that_was_left_over_is_kept_aside(nursery, tmp_path, way, merge):
+def test_a_log_that_was_left_over_is_moved_aside(nursery, tmp_path, way, merge):
     place = tmp_path / "store"
-    copy = backup(place, "kept 0")
+    copy = backup(place, "stored 0")
     write(nursery, place, OLD, merge=merge)
     log = log_of(place).read_bytes()
     way(place, copy)
@@ -119,13 +119,13 @@ def test_a_log_that_was_left_over_is_kept_aside(nursery, tmp_path, way, merge):
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_reading_first_warns_once_and_finds_what_is_there(nursery, tmp_path, way, caplog):
     place = tmp_path / "store"
-    copy = backup(place, "kept 0")
+    copy = backup(place, "stored 0")
     write(nursery, place, OLD)
     way(place, copy)
     cache = PersistentCache(place)
-    found = [cache.get("kept 0"), cache.get("old 1"), len(cache)]
+    found = [cache.get("stored 0"), cache.get("old 1"), len(cache)]
     removed = way in (remove, remove_most)
-    assert found == ([None, None, 0] if removed else ["kept", None, 1])
+    assert found == ([None, None, 0] if removed else ["stored", None, 1])
     cache.put("new", 1)
     (message,) = [record.getMessage() for record in caplog.records]
     assert "is of another file" in message
@@ -164,7 +164,7 @@ def test_a_pair_that_is_restored_together_is_used(nursery, tmp_path):
 def test_a_store_that_others_wrote_without_marks_is_used(nursery, tmp_path):
     """An earlier ejkernel, or the program of SQLite."""
     place = tmp_path / "store"
-    backup(place, "kept 0")
+    backup(place, "stored 0")
     done = nursery.run(
         """
         process = os.fork()
@@ -184,7 +184,7 @@ def test_a_store_that_others_wrote_without_marks_is_used(nursery, tmp_path):
     assert done.result == 0
     assert log_of(place).stat().st_size > 0
     cache = PersistentCache(place)
-    assert cache.get("kept 0") == "7"
+    assert cache.get("stored 0") == "7"
     cache.close()
     assert files(place) == ["configs.sqlite3"]
 
@@ -239,7 +239,7 @@ def test_nothing_is_lost_when_a_file_is_replaced_that_others_have_open(
     nursery, tmp_path, way, first
 ):
     place = tmp_path / "store"
-    copy = backup(place, "kept 0")
+    copy = backup(place, "stored 0")
     latest = way == "moved the latest"  # their log fits this file too, and they are using it
     if latest:
         shutil.copy(place / "configs.sqlite3", copy)
@@ -261,7 +261,7 @@ def test_nothing_is_lost_when_a_file_is_replaced_that_others_have_open(
 
 def test_nothing_is_lost_when_a_file_is_replaced_that_this_process_has_open_twice(tmp_path):
     place = tmp_path / "store"
-    backup(place, "kept 0")
+    backup(place, "stored 0")
     for copy in (tmp_path / "backup", tmp_path / "latest"):
         if copy.name == "latest":
             shutil.copy(place / "configs.sqlite3", copy)
@@ -275,7 +275,7 @@ def test_nothing_is_lost_when_a_file_is_replaced_that_this_process_has_open_twic
         one.close()
         other.close()
         cache = PersistentCache(place)
-        assert {"one later", "other later", "one last", "kept 0"} <= set(cache.keys())
+        assert {"one later", "other later", "one last", "stored 0"} <= set(cache.keys())
         cache.close()
 
 
@@ -301,16 +301,16 @@ except StoreError as error:
 os.write(to_child[1], b"q")
 os.waitpid(process, 0)
 cache.put("here", 2)
-result["found"] = [cache.get("here"), cache.get("long"), cache.get("kept 0")]
+result["found"] = [cache.get("here"), cache.get("long"), cache.get("stored 0")]
 """
 
 
 def test_a_file_that_is_overwritten_while_others_have_it_open_is_not_touched(nursery, tmp_path):
     place = tmp_path / "store"
-    copy = backup(place, "kept 0")
+    copy = backup(place, "stored 0")
     done = nursery.run(OVERWRITTEN, place=place, copy=copy)
     assert "overwritten while other processes have it open" in done.result["error"]
-    assert done.result["found"] == [2, None, "kept"]
+    assert done.result["found"] == [2, None, "stored"]
 
 
 # --- network file systems: a journal in place of a log -------------------------------------------
@@ -332,8 +332,8 @@ result = os.waitpid(process, 0)[1]
 
 
 @pytest.mark.parametrize("replaced", [True, False])
-def test_a_journal_that_was_left_over_is_kept_aside(nursery, tmp_path, monkeypatch, replaced):
-    monkeypatch.setattr(folders, "on_network", lambda folder: True)
+def test_a_journal_that_was_left_over_is_moved_aside(nursery, tmp_path, monkeypatch, replaced):
+    monkeypatch.setattr(backends, "on_network", lambda folder: True)
     place, other = tmp_path / "store", tmp_path / "other"
     for folder, value in ((place, 1), (other, 2)):
         cache = PersistentCache(folder)
@@ -357,7 +357,7 @@ def test_doctor_says_so_and_changes_nothing(nursery, tmp_path, capsys):
     from ejkernel.cli import run
 
     place = tmp_path / "store"
-    copy = backup(place, "kept 0")
+    copy = backup(place, "stored 0")
     write(nursery, place, OLD)
     move_back(place, copy)
     before = files(place)
@@ -370,14 +370,14 @@ def test_a_folder_that_may_not_be_written_is_not_read_through_a_foreign_log(
     nursery, tmp_path, monkeypatch
 ):
     place = tmp_path / "store"
-    copy = backup(place, "kept 0")
+    copy = backup(place, "stored 0")
     write(nursery, place, OLD)
     move_back(place, copy)
 
     def refused(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("ejkernel.store.quarantine.os.rename", refused)
+    monkeypatch.setattr("ejkernel.store.backends.os.rename", refused)
     cache = PersistentCache(place)
     assert cache.get("old 1") is None
     with pytest.raises(StoreUnavailable, match="cannot be moved aside"):

@@ -178,8 +178,10 @@ def test_a_log_of_a_damaged_file_goes_aside_with_it(file, caplog):
     cache.close()
     (aside,) = file.parent.glob("configs.sqlite3.damaged-*Z")
     assert aside.read_bytes() == b"garbage" * 1000
-    kept = {p.name.removeprefix(aside.name): p.read_bytes() for p in file.parent.glob("*.damaged*")}
-    assert kept["-wal"] == b"what is left of the log"
+    stored = {
+        p.name.removeprefix(aside.name): p.read_bytes() for p in file.parent.glob("*.damaged*")
+    }
+    assert stored["-wal"] == b"what is left of the log"
     assert len(warnings_of(caplog)) == 1
 
 
@@ -240,13 +242,13 @@ def test_many_processes_that_find_the_damage_at_once_move_it_once(nursery, file)
 
 
 def test_a_sound_store_is_not_moved_for_the_error_of_one_process(file, monkeypatch, caplog):
-    from ejkernel.store import StoreDamaged, queries
+    from ejkernel.store import StoreDamaged, tables
 
-    def fail_once(connection, key, original=queries.find_entry):
-        monkeypatch.setattr(queries, "find_entry", original)
+    def fail_once(connection, key, original=tables.find_entry):
+        monkeypatch.setattr(tables, "find_entry", original)
         raise StoreDamaged("a bit fell over in this process")
 
-    monkeypatch.setattr(queries, "find_entry", fail_once)
+    monkeypatch.setattr(tables, "find_entry", fail_once)
     cache = PersistentCache(file.parent)
     assert cache.get(KEYS[0]) == {"text": "x" * 300}
     assert list(file.parent.glob("*.damaged-*")) == []
@@ -254,18 +256,18 @@ def test_a_sound_store_is_not_moved_for_the_error_of_one_process(file, monkeypat
 
 
 def test_a_write_into_a_file_that_was_moved_meanwhile_is_done_again(file, monkeypatch):
-    from ejkernel.store import queries
+    from ejkernel.store import tables
 
-    def move_then_put(*arguments, original=queries.put):
-        monkeypatch.setattr(queries, "put", original)
+    def move_then_put(*arguments, original=tables.put):
+        monkeypatch.setattr(tables, "put", original)
         original(*arguments)
         file.rename(file.parent / "moved")
 
-    monkeypatch.setattr(queries, "put", move_then_put)
+    monkeypatch.setattr(tables, "put", move_then_put)
     cache = PersistentCache(file.parent)
-    cache.put(KEYS[0], "kept")
+    cache.put(KEYS[0], "stored")
     cache.close()
-    assert PersistentCache(file.parent).get(KEYS[0]) == "kept"
+    assert PersistentCache(file.parent).get(KEYS[0]) == "stored"
 
 
 def test_triggers_and_views_of_a_file_run_nothing_of_ours(file):
@@ -426,31 +428,31 @@ def test_a_disk_without_room_for_a_store(nursery, tmp_path):
 def test_a_disk_that_fills_up_keeps_what_was_acknowledged(nursery, tmp_path):
     code = """
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.RLIM_INFINITY))
-    cache, kept, errors = PersistentCache(args["place"]), [], []
+    cache, stored, errors = PersistentCache(args["place"]), [], []
     for number in range(200):
         try:
             cache.put(f"key {number}", ["x" * 2000, number])
-            kept.append(number)
+            stored.append(number)
         except StoreError as error:
             errors.append(type(error).__name__)
             cache.warn(error, str(error))
-    whole = all(cache.get(f"key {n}") == ["x" * 2000, n] for n in kept)
+    whole = all(cache.get(f"key {n}") == ["x" * 2000, n] for n in stored)
     length = len(cache)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     cache.put("later", 1)
     cache.close()
-    result = [len(kept), length, sorted(set(errors)), len(errors), whole]
+    result = [len(stored), length, sorted(set(errors)), len(errors), whole]
     """
     done = nursery.run(code, place=tmp_path / "store")
-    kept, length, kinds, failures, whole = done.result
+    stored, length, kinds, failures, whole = done.result
     assert kinds == ["StoreFull"]
-    assert kept + failures == 200
-    assert kept > 20
-    assert length == kept
+    assert stored + failures == 200
+    assert stored > 20
+    assert length == stored
     assert whole
     assert len(done.warnings) == 1
     cache = PersistentCache(tmp_path / "store")
-    assert (cache.get("later"), len(cache)) == (1, kept + 1)
+    assert (cache.get("later"), len(cache)) == (1, stored + 1)
     cache.close()
     assert [p.name for p in (tmp_path / "store").iterdir()] == ["configs.sqlite3"]
 
@@ -574,9 +576,9 @@ def test_a_folder_of_a_colleague_that_is_shared_with_a_group_is_used(nursery, an
 
 
 def test_on_a_network_file_system_the_store_uses_no_shared_memory(tmp_path, monkeypatch):
-    from ejkernel.store import folder
+    from ejkernel.store import backends
 
-    monkeypatch.setattr(folder, "on_network", lambda path: True)
+    monkeypatch.setattr(backends, "on_network", lambda path: True)
     cache = PersistentCache(tmp_path)
     cache.put("key", 1)
     assert cache.get("key") == 1
@@ -587,7 +589,7 @@ def test_on_a_network_file_system_the_store_uses_no_shared_memory(tmp_path, monk
 
 
 def test_network_file_systems_are_told_by_their_mount(monkeypatch, tmp_path):
-    from ejkernel.store import folder
+    from ejkernel.store import backends
 
     mounts = (
         "1 0 8:1 / / rw - ext4 /dev/sda rw\n"
@@ -595,10 +597,10 @@ def test_network_file_systems_are_told_by_their_mount(monkeypatch, tmp_path):
         "3 2 0:6 / /home/me/a\\040b rw - tmpfs none rw\n"
     )
     monkeypatch.setattr(pathlib.Path, "read_text", lambda self, **_: mounts)
-    assert folder.on_network(pathlib.Path("/home/me/.cache"))
-    assert not folder.on_network(pathlib.Path("/homes"))
-    assert not folder.on_network(pathlib.Path("/home/me/a b/c"))
-    assert not folder.on_network(pathlib.Path("/"))
+    assert backends.on_network(pathlib.Path("/home/me/.cache"))
+    assert not backends.on_network(pathlib.Path("/homes"))
+    assert not backends.on_network(pathlib.Path("/home/me/a b/c"))
+    assert not backends.on_network(pathlib.Path("/"))
 
 
 def test_a_file_system_without_locks_on_folders_works(tmp_path, monkeypatch):
@@ -619,10 +621,10 @@ def test_a_file_system_without_locks_on_folders_works(tmp_path, monkeypatch):
 def test_a_folder_that_stays_locked_is_given_up(tmp_path, monkeypatch, caplog):
     import fcntl
 
-    from ejkernel.store import folder
+    from ejkernel.store import sqlite_file
 
     PersistentCache(tmp_path).put("key", 1)
-    monkeypatch.setattr(folder, "PATIENCE", 0.1)
+    monkeypatch.setattr(sqlite_file, "PATIENCE", 0.1)
     descriptor = os.open(tmp_path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -641,11 +643,10 @@ def test_a_store_that_stays_locked_is_waited_for_once(tmp_path, monkeypatch, way
     """A program has many calls, and each of them looks into the store while it is traced."""
     import fcntl
 
-    from ejkernel.store import database, folder
+    from ejkernel.store import sqlite_file
 
     PersistentCache(tmp_path).put("key", 1)
-    for module in (folder, database):
-        monkeypatch.setattr(module, "PATIENCE", 1.0)
+    monkeypatch.setattr(sqlite_file, "PATIENCE", 1.0)
     descriptor = os.open(tmp_path, os.O_RDONLY)
     other = sqlite3.connect(tmp_path / "configs.sqlite3", isolation_level=None)
     if way == "folder":

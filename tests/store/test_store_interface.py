@@ -326,7 +326,7 @@ CONFIGS = st.one_of(
 
 
 class StoreIsADict(RuleBasedStateMachine):
-    """`put`, `get`, overlays, `clear` and reopening, beside a dictionary and a list of them."""
+    """`put`, `get`, overlays, `clear` and reopening, versus a dictionary and a list of them."""
 
     place: str | None = None
 

@@ -173,12 +173,12 @@ def test_a_process_killed_while_it_makes_the_store_leaves_nothing_in_the_way(nur
     code = """
     process = os.fork()
     if process == 0:
-        import ejkernel.store.files as files
-        make = files.create_or_migrate
+        import ejkernel.store.backends as backends
+        make = backends.create_or_migrate
         def die(connection):
             make(connection)
             os.kill(os.getpid(), signal.SIGKILL)
-        files.create_or_migrate = die
+        backends.create_or_migrate = die
         PersistentCache(args["place"]).put("key", 1)
     os.waitpid(process, 0)
     left = sorted(os.listdir(args["place"]))

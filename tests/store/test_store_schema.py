@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 from ejkernel.ops import PersistentCache
-from ejkernel.store import StoreError, StoreNewer, schema
+from ejkernel.store import StoreError, StoreNewer, tables
 
 KEY = ("cpu", "op@v1", "0" * 16)
 
@@ -48,13 +48,13 @@ def test_the_migrations_make_the_tables_that_the_code_uses(place):
     )
     with engine.connect() as connection:
         found = sa.inspect(connection)
-        for table in schema.metadata.sorted_tables:
+        for table in tables.metadata.sorted_tables:
             columns = {c["name"]: c["nullable"] for c in found.get_columns(table.name)}
             assert columns == {c.name: c.nullable for c in table.columns}
             unique = {tuple(u["column_names"]) for u in found.get_unique_constraints(table.name)}
             declared = [c for c in table.constraints if isinstance(c, sa.UniqueConstraint)]
             assert unique == {tuple(c.name for c in constraint.columns) for constraint in declared}
-        assert connection.scalar(sa.select(schema.meta.c.value)) == str(schema.newest())
+        assert connection.scalar(sa.select(tables.meta.c.value)) == str(tables.newest_schema())
     engine.dispose()
 
 
@@ -88,11 +88,11 @@ INSERT INTO old_configs VALUES ('cpu op@v1 1111111111111111', '{"rows": 2}');
 
 
 def from_old_configs(connection):
-    schema.create_tables(connection)
+    tables.create_tables(connection)
     for key, config in connection.execute(sa.text("SELECT key, config FROM old_configs")).all():
         device, op_id, call_key = key.split(" ")
         connection.execute(
-            schema.entries.insert().values(
+            tables.entries.insert().values(
                 device=device,
                 op_id=op_id,
                 call_key=call_key,
@@ -108,7 +108,7 @@ def from_old_configs(connection):
 
 @pytest.fixture
 def old(tmp_path, monkeypatch):
-    monkeypatch.setattr(schema, "MIGRATIONS", [from_old_configs])
+    monkeypatch.setattr(tables, "MIGRATIONS", [from_old_configs])
     sql(tmp_path, OLD)
     return tmp_path
 
@@ -131,7 +131,7 @@ def test_a_migration_that_fails_changes_nothing(old, monkeypatch, caplog):
         connection.execute(sa.text("SELECT * FROM no_such_table_at_all"))
 
     before = state_of(old)
-    monkeypatch.setattr(schema, "MIGRATIONS", [half_way])
+    monkeypatch.setattr(tables, "MIGRATIONS", [half_way])
     cache = PersistentCache(old)
     assert cache.get(KEY) is None
     with pytest.raises(StoreError):
@@ -140,7 +140,7 @@ def test_a_migration_that_fails_changes_nothing(old, monkeypatch, caplog):
     assert state_of(old) == before
     assert len(warnings_of(caplog)) == 1
     assert not list(old.glob("*.damaged*"))
-    monkeypatch.setattr(schema, "MIGRATIONS", [from_old_configs])
+    monkeypatch.setattr(tables, "MIGRATIONS", [from_old_configs])
     assert PersistentCache(old).get(KEY) == {"rows": 1}
 
 
@@ -156,7 +156,7 @@ def test_a_store_of_today_becomes_one_of_tomorrow(place, monkeypatch, caplog):
     assert today.get(KEY) == {"rows": 1}  # open, with schema 1
 
     with monkeypatch.context() as patch:
-        patch.setattr(schema, "MIGRATIONS", [*schema.MIGRATIONS, add_a_column])
+        patch.setattr(tables, "MIGRATIONS", [*tables.MIGRATIONS, add_a_column])
         tomorrow = PersistentCache(place)
         assert tomorrow.get(KEY) == {"rows": 1}
         tomorrow.put(KEY, {"rows": 2})
@@ -176,10 +176,10 @@ def test_many_processes_migrate_once(nursery, tmp_path):
     PersistentCache(tmp_path / "store").put(KEY, 1)
     code = """
     import sqlalchemy as sa
-    from ejkernel.store import schema
+    from ejkernel.store import tables
     def add(connection):
         connection.execute(sa.text("ALTER TABLE ejkernel_entries ADD COLUMN colour TEXT"))
-    schema.MIGRATIONS.append(add)
+    tables.MIGRATIONS.append(add)
     children = []
     for number in range(6):
         process = os.fork()

@@ -7,8 +7,7 @@ import os
 from typing import Any
 
 from ...markup import one_line
-from ...store.bundle import Bundle, Conflict
-from ...store.quality import quality, why_better
+from ...store.bundle import Bundle, Conflict, quality, why_better
 from ..core import catalog
 from ..core.kernel import Kernel
 from ..core.types import ConfigKey
@@ -143,7 +142,7 @@ def _problem(key: ConfigKey, entry: Any) -> str | None:
     if freshness.state is not State.FRESH:
         return freshness.reason
     if entry["about"].get("incomplete"):
-        return f"its tuning was cut short: {one_line(entry['about']['incomplete'])}"
+        return f"its tuning was interrupted: {one_line(entry['about']['incomplete'])}"
     return None
 
 

@@ -1,6 +1,6 @@
 """Configs that survive the process: in an SQLite file, or on a database server for a team.
 
-This turns configs into plain data and back; `ejkernel.store` keeps the data. Nothing on disk is
+This turns configs into plain data and back; `ejkernel.store` stores the data. Nothing on disk is
 touched before the first write, and nothing that is read is ever executed or imported.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
 from ...store import FolderLocation, Store, StoreUnavailable, locate
-from ...store.notices import Notices
+from ...store.errors import StoreError, WarnOnce
 from ..core.types import ConfigKey
 from ..utils import environment
 from ..utils.serialize import (
@@ -30,18 +30,20 @@ if TYPE_CHECKING:
 
 
 def default_path() -> pathlib.Path:
-    """Where configs are kept unless a path is given."""
+    """Where configs are stored unless a path is given."""
     try:
         return environment.cache_folder("configs")
     except environment.NoHomeFolder as error:
         raise StoreUnavailable(str(error)) from None
 
 
-_notices = Notices()
+_warn_once = WarnOnce()
 
 
 def rebuild_or_warn(
-    entry: Mapping[str, Any], kernel: Kernel[Any, Any] | None = None, notices: Notices = _notices
+    entry: Mapping[str, Any],
+    kernel: Kernel[Any, Any] | None = None,
+    warn_once: WarnOnce = _warn_once,
 ) -> Any:
     """The config of an entry of a store or a bundle; None, with a warning, if it cannot be built.
 
@@ -54,7 +56,7 @@ def rebuild_or_warn(
             return kernel.config_from_plain(plain, type_name)
         return from_plain(plain, config_type_named(type_name))
     except Exception as error:  # noqa: BLE001  a class may check its fields as it likes
-        notices.once(
+        warn_once(
             f"config {entry['key']}",
             f"the stored config of {entry['key']} no longer fits its class and is not used: "
             f"{error}",
@@ -65,8 +67,8 @@ def rebuild_or_warn(
 class PersistentCache:
     """The interface of `ConfigCache`, surviving the process and shared between processes.
 
-    Reading never fails for the store's sake: one that cannot be read is said once and is then as
-    good as empty. `put` and `clear` raise a `StoreError`, which is an `OSError`.
+    Reading never fails for the store's sake: one that cannot be read costs one warning and is then
+    as good as empty. `put` and `clear` raise a `StoreError`, which is an `OSError`.
 
     Args:
       path: a folder, made on the first write, that holds the file `configs.sqlite3`; or the URL of
@@ -106,10 +108,10 @@ class PersistentCache:
         about: Mapping[str, Any] | None = None,
     ) -> None: ...
     def put(self, *parts: Any, about: Mapping[str, Any] | None = None) -> None:
-        """Keep a config: `put(key, cfg)` or `put(device, op_id, call_key, cfg)`.
+        """Store a config: `put(key, cfg)` or `put(device, op_id, call_key, cfg)`.
 
-        `about` is kept beside it: how it was measured, with which versions, from which source. Its
-        `trials` are kept one by one: those that are there already stay, unless the new ones
+        `about` is stored with it: how it was measured, with which versions, from which source. Its
+        `trials` are stored one by one: those that are there already stay, unless the new ones
         replace them or were made from another source, with another compiler, or in another way.
         """
         if len(parts) not in (2, 4):
@@ -124,7 +126,7 @@ class PersistentCache:
     def put_plain(
         self, key: ConfigKey, config: Any, config_type: str, *, about: Mapping[str, Any]
     ) -> None:
-        """Keep what `entry` of a store or a bundle gave: a config that is plain data already."""
+        """Store what `entry` of a store or a bundle gave: a config that is plain data already."""
         self._store.put(key, config, config_type, about)
 
     def remove(self, key: Any) -> bool:
@@ -159,10 +161,10 @@ class PersistentCache:
         class, or this process has put such a config itself, and as plain data otherwise.
         """
         entry = self.entry(as_key(parts, "get"))
-        return None if entry is None else rebuild_or_warn(entry, None, self._store.notices)
+        return None if entry is None else rebuild_or_warn(entry, None, self._store.warn_once)
 
     def entry(self, key: Any) -> dict[str, Any] | None:
-        """What is kept under a key, as plain data, or None: `key`, `config`, `config_type` and
+        """What is stored under a key, as plain data, or None: `key`, `config`, `config_type` and
         `about`. The trials are apart: see `trials`.
         """
         entry = self._store.entry(key)
@@ -199,8 +201,9 @@ class PersistentCache:
     # --- talking ---------------------------------------------------------------------------------
 
     def warn(self, error: Exception, message: str) -> None:
-        """Say that something could not be kept: each kind of trouble of this store once."""
-        self._store.notices.once(getattr(error, "trouble", message), message)
+        """Log that something could not be stored: each kind of problem of this store once."""
+        problem = type(error) if isinstance(error, StoreError) else message
+        self._store.warn_once(problem, message)
 
     def explain_miss(self, inv: Invocation[Any, Any]) -> str:
         """Why there is nothing for a call: what the nearest entries have that it has not."""

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...markup import one_line
+from ...store.bundle import Shipped
 from ...store.reading import shown
 from ...store.rows import sound_about
-from ...store.sources import Shipped
 from ..core.types import ConfigKey
 from ..utils import environment
 from ..utils.serialize import config_type_named, from_plain, qualified_name
@@ -115,7 +115,7 @@ class PersistentTier(StoredTier):
 
 
 class BundleTier(StoredTier):
-    """Bundles that a team keeps in files and that libraries ship; see `ejkernel.store.sources`."""
+    """Bundles that a team keeps in files and that libraries ship; see `ejkernel.store.bundle`."""
 
     name = "bundle"
 
@@ -170,8 +170,8 @@ def shipped() -> Shipped:
     with _lock:
         if search_path not in _loaded:
             found = Shipped(search_path)
-            for trouble in found.troubles:
-                said = one_line(trouble)
+            for problem in found.problems:
+                said = one_line(problem)
                 logger.warning("ejkernel: a bundle of configs is not used: %s", said)
             _loaded.clear()
             _loaded[search_path] = found
