@@ -130,8 +130,14 @@ class Kernel(Generic[Cfg, Out]):
         declared = _declared_config_type(cls)
         if declared is not None:
             cls.config_type = declared
-        for config in (cls.config_type, *(item.config for item in cls.implementations)):
-            declare_type(config)
+        declare_type(cls.config_type)
+        for item in cls.implementations:
+            if not isinstance(item, Implementation):
+                raise TypeError(
+                    f"kernel class {cls.__name__}: implementations holds {shown(item)}, which is "
+                    "no Implementation"
+                )
+            declare_type(item.config)
 
     def __init__(
         self, name: str | None = None, *, op_id: str | None = None, version: str | None = None
@@ -168,9 +174,6 @@ class Kernel(Generic[Cfg, Out]):
 
     def _validate_implementations(self, given: Sequence[Implementation[Any, Any]]) -> None:
         where = f"kernel {self.op_id!r} ({type(self).__name__})"
-        for item in given:
-            if not isinstance(item, Implementation):
-                raise TypeError(f"{where}: implementations holds {shown(item)}")
         names = [item.name for item in given]
         if len(set(names)) < len(names) or REFERENCE in names:
             raise TypeError(
