@@ -28,9 +28,9 @@ import jax.numpy as jnp
 from record_table import Experiment, experiments
 from truth import Truth
 
-from ejkernel.ops.tuner.outcome import Outcome, Verdict
+from ejkernel.ops.config.outcome import Outcome, Verdict
+from ejkernel.ops.tuner.run import Work
 from ejkernel.ops.tuner.tuner import Tuner
-from ejkernel.ops.tuner.work import Work
 
 TRUTH_ROUNDS = 200
 

@@ -35,8 +35,8 @@ import jax.numpy as jnp
 import numpy as np
 from truth import Truth
 
+from ejkernel.ops.tuner.run import Work
 from ejkernel.ops.tuner.tuner import Tuner
-from ejkernel.ops.tuner.work import Work
 
 
 @dataclasses.dataclass(frozen=True)

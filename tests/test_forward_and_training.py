@@ -236,7 +236,9 @@ TRANSFORMS = {
     "jit": jax.jit,
     "checkpoint": lambda f: jax.jit(jax.checkpoint(f)),
     "vmap": lambda f: lambda a, b: jax.vmap(jax.jit(f))(a[None], b[None])[0],
-    "scan": lambda f: lambda a, b: jax.lax.scan(lambda c, _: (c + f(a, b), None), 0 * a, None, 1)[0],
+    "scan": lambda f: (
+        lambda a, b: jax.lax.scan(lambda c, _: (c + f(a, b), None), 0 * a, None, 1)[0]
+    ),
 }
 
 

@@ -23,14 +23,14 @@ from concurrent.futures import Future
 import jax
 
 from .. import __version__
-from ..ops.config import ambient
+from ..ops.config import context
 from ..ops.config.agreement import AgreementError, AgreementTimeout, Answer
 from ..ops.config.decision import Decision
 from ..ops.config.tiers import Request
 from ..ops.utils import environment
 from ..ops.utils.stable import short_hash
 from .coordination import CoordinationService, connect
-from .heart import Beating, Listening, beat_interval, longest_silence
+from .heartbeat import Beating, Listening, beat_interval, longest_silence
 from .message import Message, described
 
 PREFIX = "ejkernel/agreement/1"
@@ -48,7 +48,7 @@ _ALIKE = (
 )
 """Settings that change decisions, programs or how to wait: to be the same in every process."""
 
-_DECIDING = ambient.Layer("deciding for all processes")
+_DECIDING = context.Layer("deciding for all processes")
 
 
 class JobAgreement:
@@ -123,7 +123,7 @@ class JobAgreement:
         try:
             # In the jit key, because what is traced meanwhile is answered here alone: a program of
             # the caller's must never find it in JAX's cache.
-            with ambient.Block(_DECIDING), Beating(self.service, f"{question}/alive", every):
+            with context.Block(_DECIDING), Beating(self.service, f"{question}/alive", every):
                 yield
         finally:
             self._here.deciding = False

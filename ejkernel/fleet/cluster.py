@@ -22,13 +22,13 @@ from ..ops.core.types import ConfigKey
 from ..ops.execution.offline import labelled_invocations
 from ..ops.execution.results import AutotuningResult, Entry, Skipped
 from ..ops.registry import get_invocations
-from ..ops.tuner.isolation import CARRIED_SETTINGS
+from ..ops.tuner.isolation.worker_bench import CARRIED_SETTINGS
 from ..ops.tuner.progress import Bar
 from ..ops.tuner.tuner import Tuner
 from ..ops.utils.fingerprint import device_fingerprint, device_kind
 from ..ops.utils.meta import label
 from . import ray_session
-from .orders import Order, Report, Terms, carry_out, order_of
+from .jobs import Order, Report, Terms, carry_out, order_of
 from .ray_session import Resources
 
 logger = logging.getLogger(__name__)

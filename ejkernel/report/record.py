@@ -68,7 +68,7 @@ class Candidate:
 
     Attributes:
       config: the config as plain data.
-      verdict: `measured`, `wrong`, `failed`, …: the values of `ejkernel.ops.tuner.outcome.Verdict`.
+      verdict: `measured`, `wrong`, `failed`, …: the values of `Verdict`.
       seconds: its time per call.
       samples: the samples behind that, in the order in which they were taken.
       reason: why it has no time, or a remark.

@@ -13,7 +13,7 @@ import pytest
 from cluster_kernels import Config, Halves
 
 from ejkernel.fleet import ClusterResult, ray_session, tune_on_cluster
-from ejkernel.fleet.orders import Order, Report, Terms, carry_out, order_of
+from ejkernel.fleet.jobs import Order, Report, Terms, carry_out, order_of
 from ejkernel.ops import (
     AutotunePolicy,
     AutotuningResult,

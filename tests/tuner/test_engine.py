@@ -20,8 +20,8 @@ from ejkernel.ops import (
     Tuner,
     autotune,
 )
+from ejkernel.ops.config.outcome import TuningFailed, TuningInterrupted, Verdict
 from ejkernel.ops.config.selection import Sources
-from ejkernel.ops.tuner.outcome import TuningFailed, TuningInterrupted, Verdict
 from ejkernel.ops.tuner.session import tune_invocation
 from ejkernel.ops.utils.locations import without_locations
 

@@ -21,9 +21,9 @@ import pytest
 
 from ejkernel.ops.tuner import isolation, process
 from ejkernel.ops.tuner.bench import CandidateError, LocalBench
-from ejkernel.ops.tuner.isolation import CandidateDied, WorkerBench
-from ejkernel.ops.tuner.process import WorkerUnavailable, stop_worker, worker_pid
-from ejkernel.ops.tuner.worker import NOTICE
+from ejkernel.ops.tuner.isolation.process import WorkerUnavailable, stop_worker, worker_pid
+from ejkernel.ops.tuner.isolation.worker import NOTICE
+from ejkernel.ops.tuner.isolation.worker_bench import CandidateDied, WorkerBench
 
 ROOT = pathlib.Path(isolation.__file__).parents[3]
 X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
@@ -405,8 +405,8 @@ def start_program(body, folder=None, **environment):
         """
         import jax, numpy as np, os, sys, time
         from ejkernel.ops.tuner import isolation
-        from ejkernel.ops.tuner.isolation import WorkerBench
-        from ejkernel.ops.tuner.process import worker_pid
+        from ejkernel.ops.tuner.isolation.worker_bench import WorkerBench
+        from ejkernel.ops.tuner.isolation.process import worker_pid
         bench = WorkerBench([np.ones((8, 8), np.float32)], run_seconds=60)
         double = bench.compile(bench.lower(lambda x: x * 2))
         """

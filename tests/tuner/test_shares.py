@@ -19,7 +19,7 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.config.selection import Sources
 from ejkernel.ops.execution import shares
-from ejkernel.ops.tuner.effort import EFFORTS, Effort
+from ejkernel.ops.tuner.search.effort import EFFORTS, Effort
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from ejkernel.ops import Kernel, Tuner
+from ejkernel.ops.config.outcome import TuningFailed, Verdict
 from ejkernel.ops.tuner.bench import LocalBench
-from ejkernel.ops.tuner.isolation import WorkerBench
+from ejkernel.ops.tuner.isolation.worker_bench import WorkerBench
 from ejkernel.ops.tuner.judge import wavers
-from ejkernel.ops.tuner.outcome import TuningFailed, Verdict
 from ejkernel.ops.tuner.race import Race, Withdrawn
 from ejkernel.ops.tuner.session import tune_invocation
 

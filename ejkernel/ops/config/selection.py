@@ -29,7 +29,6 @@ from .policy import (
     forward_autotune_only,
     policy_override,
 )
-from .ranked import EstimatedTier
 from .statistics import count_decision, count_tuning
 from .stored import BundleTier, PersistentTier, StoredTier, shipped
 from .tiers import (
@@ -44,8 +43,8 @@ from .tiers import (
 )
 
 if TYPE_CHECKING:
-    from ..tuner.outcome import Outcome
     from ..tuner.tuner import Tuner
+    from .outcome import Outcome
 
 __all__ = [
     "AutotunePolicy",
@@ -80,10 +79,10 @@ class Sources(enum.Enum):
 
 
 class ConfigSelectorChain:
-    """Asks override, overlay, memory, persistent, bundle, autotune, near, estimated, heuristics.
+    """Asks override, overlay, memory, persistent, bundle, autotune, near, heuristics.
 
     In this order; the policy's `cache_miss_fallback` decides whether tuning comes before the last
-    three or after them. When no tier has a config, `choose` raises a `RuntimeError` that lists each
+    two or after them. When no tier has a config, `choose` raises a `RuntimeError` that lists each
     tier with its reason.
 
     Args:
@@ -144,7 +143,6 @@ class ConfigSelectorChain:
         self._autotune = AutotuneTier(self._tune, self._keep, forbid_reautotune)
         self._defaults: list[Tier] = [
             NearTier(self.persistent),
-            EstimatedTier(),
             HeuristicsTier(),
         ]
 
@@ -262,8 +260,8 @@ class ConfigSelectorChain:
     def known_config(self, op_id: str, call_key: str, device: str | None = None) -> Any:
         """What overlays, memory, disk and bundles hold for a label's operation; None if nothing."""
         from ..core import catalog
-        from .ambient import layers_in_force
         from .cache import OverlayLayer
+        from .context import layers_in_force
 
         key = ConfigKey(device or device_fingerprint(), op_id, call_key)
         for layer in layers_in_force(OverlayLayer):
@@ -304,7 +302,7 @@ class ConfigSelectorChain:
             return False
         if about.get("incomplete"):
             return True
-        from ..tuner.outcome import known_trials
+        from .outcome import known_trials
 
         candidates = request.kernel.candidates(request.inv)
         known = known_trials(candidates, trials)

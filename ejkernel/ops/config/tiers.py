@@ -16,15 +16,15 @@ from ...markup import one_line
 from ...store.reading import shown
 from ..core.limits import reasons_against_config
 from ..core.types import ConfigKey
-from . import ambient
+from . import context
 from .cache import ConfigCache, OverlayLayer
 from .policy import AutotunePolicy
 
 if TYPE_CHECKING:
     from ..core.invocation import Invocation
     from ..core.kernel import Kernel
-    from ..tuner.outcome import Outcome
     from ..tuner.tuner import Tuner
+    from .outcome import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class OverlayTier:
     def look(self, request: Request) -> Found | str:
         count = 0
         refused = []
-        for layer in ambient.layers_in_force(OverlayLayer):
+        for layer in context.layers_in_force(OverlayLayer):
             count += 1
             cfg = layer.find(request.key)
             if cfg is None:
@@ -238,7 +238,7 @@ class AutotuneTier:
                 del self._under_way[key]
 
     def _measure(self, request: Request) -> Found | str:
-        from ..tuner.outcome import TuningFailed, TuningInterrupted
+        from .outcome import TuningFailed, TuningInterrupted
 
         request.emit("autotune_start")
         try:

@@ -18,12 +18,12 @@ from ..utils import environment
 from ..utils.fingerprint import device_kind
 from ..utils.meta import collect_label, label, stamped
 from ..utils.primitives import when_lowered
-from ..utils.specification import write_specification
 from .derivatives import way_out
 from .dispatch import defined_methods, find_method
 from .gradients import Chosen, call_with_jvp, call_with_rule, find_rule, rule_by_jax
 from .invocation import array_owners, is_inexact
 from .kernel import Kernel
+from .specification import write_specification
 from .static_part import split
 from .supports import REFERENCE, demand_of, demanded, serving, without_demand
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...store.reading import parse_json, shown
 from ...store.rows import wrong_about
-from ..config import ambient
+from ..config import context
 from ..config.cache import OverlayLayer
 from ..core import catalog
 from ..core.types import ConfigKey
@@ -18,8 +18,8 @@ from ..utils.fingerprint import device_fingerprint
 from ..utils.serialize import config_type_named, from_plain, qualified_name, to_plain
 
 if TYPE_CHECKING:
+    from ..config.outcome import Outcome
     from ..config.selection import ConfigSelectorChain
-    from ..tuner.outcome import Outcome
 
 SCHEMA = 1
 
@@ -96,11 +96,11 @@ class AutotuningResult(Displayed):
         }
 
     def __enter__(self) -> AutotuningResult:
-        ambient.enter(self, OverlayLayer.of(self.as_mapping()))
+        context.enter(self, OverlayLayer.of(self.as_mapping()))
         return self
 
     def __exit__(self, *_: object) -> None:
-        ambient.leave(self)
+        context.leave(self)
 
     def install(self, selector: ConfigSelectorChain | None = None) -> None:
         """Put the configs in force for good: into a selector's memory (default: the default one).

@@ -11,7 +11,7 @@ from ...markup import one_line
 from ..utils.display import Shown
 
 if TYPE_CHECKING:
-    from ..tuner.outcome import Outcome, Trial
+    from ..config.outcome import Outcome, Trial
     from .results import AutotuningResult, Entry
 
 
@@ -53,7 +53,7 @@ def result_table(result: AutotuningResult) -> Shown:
 
 def outcome_table(outcome: Outcome[Any], title: str = "") -> Shown:
     """Every candidate of a tuning run with its time or its reason, the fastest first."""
-    from ..tuner.outcome import Verdict
+    from ..config.outcome import Verdict
 
     fastest = outcome.seconds(outcome.best)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import re
 import time
 from collections.abc import Callable
@@ -16,12 +17,12 @@ from typing import Any, Literal, Protocol
 
 import jax
 
+from ..utils.fingerprint import current_device
 from ..utils.locations import without_locations
 from ..utils.stable import short_hash
 from .clock import Stopwatch
 from .device_time import DeviceTime, has_device_time
 from .judge import Wavering, differs, wavers
-from .memory import available_bytes, readable_bytes
 
 Function = Callable[..., Any]
 
@@ -134,10 +135,10 @@ class LocalBench:
     def compile(self, lowered: Lowered) -> LocalHandle:
         compiled = lowered.program.compile()
         needed = _bytes_needed(compiled)
-        available = available_bytes()
+        available = _available_bytes()
         if needed is not None and available is not None and needed > available:
             raise CandidateError(
-                f"it needs {readable_bytes(needed)} and {readable_bytes(available)} are available"
+                f"it needs {_readable_bytes(needed)} and {_readable_bytes(available)} are available"
             )
         watch = Stopwatch(
             lambda: compiled(self._arrays),
@@ -190,3 +191,38 @@ def _bytes_needed(compiled: Any) -> int | None:
     if analysis is None:
         return None
     return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes)
+
+
+def _available_bytes() -> int | None:
+    """Free memory of the current device, or None if nobody says."""
+    device = current_device()
+    stats = device.memory_stats() if hasattr(device, "memory_stats") else None
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
+    if device.platform == "cpu":
+        return _host_bytes()
+    return None
+
+
+def _host_bytes() -> int | None:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:  # not Linux
+        pass
+    names = getattr(os, "sysconf_names", {})
+    if "SC_PHYS_PAGES" in names and "SC_PAGE_SIZE" in names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def _readable_bytes(count: int) -> str:
+    """`1.5 GiB`."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB"

@@ -13,9 +13,9 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ..config.outcome import Trial, Verdict
 from ..utils.stable import stable_json
 from .bench import Bench, BenchUnavailable, CandidateError, Function, Lowered
-from .outcome import Trial, Verdict
 
 logger = logging.getLogger(__name__)
 

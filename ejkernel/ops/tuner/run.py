@@ -6,23 +6,56 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..config.outcome import Outcome, Trial, TuningFailed, TuningInterrupted, Verdict
 from ..utils.stable import stable_json
-from .bench import Bench, BenchUnavailable, CandidateError
+from .bench import Bench, BenchUnavailable, CandidateError, Function
 from .build import Builder, reason_of
 from .clock import typical
-from .effort import DOUBT, PATIENCE, SETTLING, Budget
-from .outcome import Outcome, Trial, TuningFailed, TuningInterrupted, Verdict
 from .progress import Progress
 from .race import Race, Withdrawn, beats_the_noise, compare
-from .work import Work
+from .search.effort import DOUBT, PATIENCE, SETTLING, Budget
 
 if TYPE_CHECKING:
     from .tuner import Tuner
 
 RACE_AT_MOST = 64  # a longer list of candidates is searched instead of raced, unless told otherwise
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What is to be tuned: a function for every config, and how to know whether it is right.
+
+    Attributes:
+      name: what it is, for messages.
+      make_function: gives the function of a config; it takes `args` and `kwargs`.
+      args: the positional inputs to measure with.
+      kwargs: those by keyword.
+      candidates: the configs to try.
+      reference: the truth to compare outputs with; None compares with the favourite's output, or
+        not at all without a favourite.
+      favourite: the config that wins ties (the heuristic one).
+      reasons_against: why a config is not supported, if so.
+      known: what earlier runs found out, by the config's `stable_json`.
+      guard: a context manager made for each candidate, entered around its first run.
+      measured: what the functions compute, for the report.
+      notes: remarks to keep with the outcome.
+    """
+
+    name: str
+    make_function: Callable[[Any], Function]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    candidates: Sequence[Any]
+    reference: Function | None = None
+    favourite: Any = None
+    reasons_against: Callable[[Any], Sequence[str]] | None = None
+    known: Mapping[str, Trial[Any]] = dataclasses.field(default_factory=dict)
+    guard: Callable[[Any], Any] | None = None
+    measured: str = "forward"
+    notes: tuple[str, ...] = ()
 
 
 class Run:
@@ -200,7 +233,7 @@ class Run:
     # --- a large space ---------------------------------------------------------------------------
 
     def _search(self, configs: list[Any]) -> None:
-        from .search import BATCH, Candidates, strategy_of
+        from .search.strategies import BATCH, Candidates, strategy_of
 
         tuner, effort = self.tuner, self.tuner.effort
         strategy = strategy_of(tuner.strategy, seed=tuner.seed)

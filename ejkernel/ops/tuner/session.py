@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from ..config.outcome import Outcome, TuningFailed, known_trials
 from ..core.invocation import BatchAxes, Invocation, array_owners, is_inexact
 from ..core.kernel import Kernel
 from ..core.limits import reasons_against_config
@@ -23,10 +24,9 @@ from ..utils.stable import stable_json
 from .bench import CandidateError
 from .clock import typical
 from .inputs import needs_other_processes, outside_trace, random_like, realistic_inputs
-from .outcome import Outcome, TuningFailed, known_trials
-from .pruning import prune
+from .run import Work
+from .search.pruning import prune
 from .tuner import Tuner
-from .work import Work
 
 if TYPE_CHECKING:
     from ..config.tiers import Request
@@ -149,7 +149,7 @@ def _crash_guard(tuner: Tuner, inv: Invocation[Any, Any]) -> Callable[[Any], Any
     if tuner.isolation != "none":
         return None
     from ..utils.environment import NoHomeFolder
-    from .journal import Journal
+    from .isolation.journal import Journal
 
     key = str(inv.key)
     try:

@@ -11,16 +11,15 @@ from typing import Any, Literal, Self
 
 import jax
 
+from ..config.outcome import Outcome, TuningFailed
 from ..core.static_part import StaticPart, split
 from .bench import Bench, Clock, Function, LocalBench
 from .clock import Stopwatch, typical
-from .effort import Budget, Effort, effort_of
 from .inputs import outside_trace, random_like
-from .outcome import Outcome, TuningFailed
 from .progress import Progress
-from .pruning import Pruner
-from .run import Run
-from .work import Work
+from .run import Run, Work
+from .search.effort import Budget, Effort, effort_of
+from .search.pruning import Pruner
 
 Isolation = Literal["none", "process"]
 
@@ -173,7 +172,7 @@ class Tuner:
     def bench(self, arrays: list[Any]) -> Bench:
         """Where programs of these inputs are compiled, run and timed."""
         if self.isolation == "process":
-            from .isolation import WorkerBench
+            from .isolation.worker_bench import WorkerBench
 
             return WorkerBench(arrays, clock=self.clock)
         return LocalBench(arrays, self.timer, self.clock)

@@ -14,7 +14,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 
-from .bench import BenchUnavailable
+from ..bench import BenchUnavailable
 from .worker import NOTICE, Blob, Channel, Disconnected, Header
 
 START_SECONDS = 120.0  # importing JAX takes seconds, on a busy machine many
@@ -52,7 +52,7 @@ class Process:
 
     def __init__(
         self,
-        module: str = "ejkernel.ops.tuner.worker",
+        module: str = "ejkernel.ops.tuner.isolation.worker",
         environment: Mapping[str, str] | None = None,
     ) -> None:
         if os.name != "posix" or not sys.executable:

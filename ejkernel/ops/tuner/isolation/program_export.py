@@ -19,9 +19,9 @@ from jax import export
 from ejkernel.native import loading as native
 from ejkernel.native.calling import in_exports
 
-from ..utils.locations import without_locations
-from ..utils.stable import short_hash
-from .bench import CandidateError, Function, Lowered
+from ...utils.locations import without_locations
+from ...utils.stable import short_hash
+from ..bench import CandidateError, Function, Lowered
 from .worker import ANY_CUSTOM_CALL, Header, describe
 
 

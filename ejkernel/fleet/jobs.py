@@ -17,8 +17,8 @@ from ..ops.config.persistent import PersistentCache
 from ..ops.config.policy import AutotunePolicy
 from ..ops.config.selection import ConfigSelectorChain
 from ..ops.core.invocation import Invocation
+from ..ops.core.specification import SpecificationError, read_specification, write_specification
 from ..ops.utils.serialize import config_type_named, from_plain, qualified_name, to_plain
-from ..ops.utils.specification import SpecificationError, read_specification, write_specification
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +85,8 @@ def carry_out(order: Order, wanted: str, terms: Terms) -> Report:
     """
     import jax
 
+    from ..ops.config.outcome import Outcome
     from ..ops.execution.tuning import tuned_or_reason
-    from ..ops.tuner.outcome import Outcome
     from ..ops.tuner.tuner import Tuner
     from ..ops.utils.fingerprint import device_kind
 

@@ -1,8 +1,8 @@
-"""The process that candidates run in: `python -m ejkernel.ops.tuner.worker READ WRITE NOTICES`.
+"""The process that candidates run in: `process.py` starts it with the numbers of its pipes.
 
 It owns the device and runs none of the user's code: it is given StableHLO programs and input
 arrays, and does with them what `LocalBench` does. Whatever a program does to this process, the
-parent lives on (see `isolation.py`). It exits when the parent's end of the pipe closes.
+parent lives on (see `worker_bench.py`). It exits when the parent's end of the pipe closes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from jax.experimental import serialize_executable
 
 from ejkernel.native import loading as native
 
-from ..utils.serialize import dtype_name
-from .bench import CandidateError, Clock, LocalBench, LocalHandle, Lowered
-from .judge import differs
+from ...utils.serialize import dtype_name
+from ..bench import CandidateError, Clock, LocalBench, LocalHandle, Lowered
+from ..judge import differs
 
 NOTICE = "!Q"  # the number of a handle, in the pipe of what is told unasked
 MOST_COMPILERS = 8  # programs that are compiled at the same time

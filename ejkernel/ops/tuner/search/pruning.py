@@ -9,18 +9,21 @@ must beat.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..config.ranked import ranked_in_bundles
-from ..utils.serialize import to_plain
-from ..utils.stable import stable_json
-from .outcome import Trial, TuningFailed, Verdict
+from ....markup import one_line
+from ...config.freshness import State, judge
+from ...config.outcome import Trial, TuningFailed, Verdict
+from ...config.stored import shipped
+from ...core.types import ConfigKey
+from ...utils.serialize import to_plain
+from ...utils.stable import stable_json
 
 if TYPE_CHECKING:
-    from ..core.invocation import Invocation
-    from ..core.kernel import Kernel
-    from .tuner import Tuner
+    from ...core.invocation import Invocation
+    from ...core.kernel import Kernel
+    from ..tuner import Tuner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +108,7 @@ def _plan(said: Pruned, candidates: list[Any], favourite: Any) -> Plan:
 def _said_by_bundles(
     kernel: Kernel[Any, Any], inv: Invocation[Any, Any], candidates: Sequence[Any]
 ) -> Pruned | None:
-    ranked = ranked_in_bundles(inv.key, kernel)
+    ranked = _ranked_in_bundles(inv.key, kernel)
     if ranked is None:
         return None
     by_plain = {stable_json(to_plain(cfg)): cfg for cfg in candidates}
@@ -116,3 +119,47 @@ def _said_by_bundles(
         if (key := stable_json(plain)) in by_plain
     ]
     return Pruned(best, refused, f"estimated for {ranked.target}, from {ranked.where}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ranked:
+    """What a bundle says about the candidates of a call, as plain data.
+
+    Attributes:
+      best: the best estimated configs, the best first.
+      refused: configs that do not compile, with the compiler's reason.
+      target: what they were compiled for.
+      where: the file.
+    """
+
+    best: tuple[Any, ...]
+    refused: tuple[tuple[Any, str], ...]
+    target: str
+    where: str
+
+
+def _ranked_in_bundles(key: ConfigKey, kernel: Kernel[Any, Any]) -> _Ranked | None:
+    """The ranked candidates of a call, unless the kernel changed since or there are none."""
+    for entry, source in shipped().all_of(key):
+        about = entry["about"]
+        if not about.get("estimated") or judge(about, kernel, key).state is State.STALE:
+            continue
+        ranked = _read_ranked(about, str(source.path))
+        if ranked is not None:
+            return ranked
+    return None
+
+
+def _read_ranked(about: Mapping[str, Any], where: str) -> _Ranked | None:
+    best, refused = about.get("ranked"), about.get("refused", [])
+    if not isinstance(best, list) or not best or not isinstance(refused, list):
+        return None
+    try:
+        return _Ranked(
+            tuple(item["config"] for item in best),
+            tuple((item["config"], one_line(item["reason"])) for item in refused),
+            one_line(about.get("target", "?")),
+            where,
+        )
+    except (KeyError, TypeError):
+        return None  # written by hand, or by another version: as if it were not there

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...store.reading import parse_json, read_regular
-from .clock import typical
-from .search import BATCH, Candidates, Strategy, strategy_of
+from ejkernel.ops.tuner.clock import typical
+from ejkernel.ops.tuner.search.strategies import BATCH, Candidates, Strategy, strategy_of
+from ejkernel.store.reading import parse_json, read_regular
 
 FORMAT = 1
 SAMPLES_PER_EVALUATION = 3  # what a search can afford for every candidate it tries

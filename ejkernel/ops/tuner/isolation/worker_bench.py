@@ -19,11 +19,11 @@ from typing import Any, Self, TypeVar
 import jax
 from jax import export
 
-from ..utils.fingerprint import current_device
-from .bench import CandidateError, Clock, Function, Lowered
-from .judge import Wavering, differs
+from ...utils.fingerprint import current_device
+from ..bench import CandidateError, Clock, Function, Lowered
+from ..judge import Wavering, differs
 from .process import SHARED, START_SECONDS, WorkerLost, WorkerUnavailable, worker_pid
-from .travel import Input, exported
+from .program_export import Input, exported
 from .worker import Blob, Header, describe, raw
 
 T = TypeVar("T")

@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import pathlib
+import sys
 
 import pytest
 
-from ejkernel.ops.tuner.replay import Replayed, Table, TableError, replay, replay_at
-from ejkernel.ops.tuner.search import Exhaustive, Random
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from benchmarks.replay import Replayed, Table, TableError, replay, replay_at
+from ejkernel.ops.tuner.search.strategies import Exhaustive, Random
 
 
 def noisy_table(size: int = 40, failed: tuple[int, ...] = ()) -> Table:
