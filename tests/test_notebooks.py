@@ -50,8 +50,8 @@ def test_results():
         [Skipped("other", HOSTILE)],
     )
     html, markdown = shown_safely(result)
-    assert "0.50" in html
-    assert "0.50" in markdown
+    assert "2.00" in html
+    assert "2.00" in markdown
     assert "not tuned: other" in html
     assert str(result).startswith("tuned for cpu|x\noperation")
 

@@ -10,8 +10,7 @@ from ejkernel.ops import Kernel, device_kind
 from ejkernel.ops.core.dispatch import DEVICE_KINDS, suffix_order
 from ejkernel.ops.core.kernel import implementation_names
 from ejkernel.ops.core.supports import REFERENCE, Supports, reasons_against
-from ejkernel.ops.execution.tables import as_text
-from ejkernel.ops.utils.display import Displayed, Shown
+from ejkernel.ops.utils.display import Displayed, Shown, as_text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,12 +20,12 @@ import numpy as np
 from jax import export
 
 from ..native.calling import in_exports
+from ..ops.config.functions import function_maker
 from ..ops.core.dispatch import defined_methods, find_method, suffix_order
 from ..ops.core.kernel import Kernel
 from ..ops.core.static_part import split
 from ..ops.tuner.inputs import batched_shapes, outside_trace
 from ..ops.tuner.isolation.worker import ANY_CUSTOM_CALL, Header
-from ..ops.tuner.session import function_maker
 from ..ops.utils.fingerprint import as_if_on
 from ..ops.utils.locations import without_locations
 from ..ops.utils.serialize import dtype_name

@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.ops.tuner import isolation, process
+from ejkernel.ops.tuner.isolation import process, worker_bench
 from ejkernel.ops.tuner.bench import CandidateError, LocalBench
 from ejkernel.ops.tuner.isolation.process import WorkerUnavailable, stop_worker, worker_pid
 from ejkernel.ops.tuner.isolation.worker import NOTICE
 from ejkernel.ops.tuner.isolation.worker_bench import CandidateDied, WorkerBench
 
-ROOT = pathlib.Path(isolation.__file__).parents[3]
+ROOT = pathlib.Path(worker_bench.__file__).parents[4]
 X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
 
 
@@ -404,7 +404,7 @@ def start_program(body, folder=None, **environment):
     text = textwrap.dedent(
         """
         import jax, numpy as np, os, sys, time
-        from ejkernel.ops.tuner import isolation
+        from ejkernel.ops.tuner.isolation import worker_bench
         from ejkernel.ops.tuner.isolation.worker_bench import WorkerBench
         from ejkernel.ops.tuner.isolation.process import worker_pid
         bench = WorkerBench([np.ones((8, 8), np.float32)], run_seconds=60)
@@ -454,7 +454,7 @@ def test_stray_output_and_forks_do_no_harm(tmp_path):
         before = worker_pid()
         assert bench.compare(double, double) is None
         assert worker_pid() == before
-        print("fine", os.fstat(isolation.SHARED.process._log).st_size)
+        print("fine", os.fstat(worker_bench.SHARED.process._log).st_size)
         """,
         folder=tmp_path,
         XLA_FLAGS="--xla_dump_to=-",

@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from ejkernel.ops.tuner import journal as journal_module
+from ejkernel.ops.tuner.isolation import journal as journal_module
 from ejkernel.ops.tuner import session
 from ejkernel.ops.tuner.isolation.journal import Culprit, Journal, default_folder
 

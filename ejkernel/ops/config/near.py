@@ -15,6 +15,7 @@ from ..utils.serialize import from_plain
 from ..utils.stable import stable_json
 from .explain import call_fields
 from .freshness import State, judge
+from .functions import function_maker
 from .persistent import PersistentCache
 from .stored import shipped
 from .tiers import Found, Request
@@ -117,8 +118,6 @@ def _reason_against(request: Request, cfg: Any) -> str | None:
 
 def _output(request: Request, cfg: Any) -> Any:
     """What a call with a config returns, as shapes."""
-    from ..tuner.session import function_maker
-
     inv = request.inv.abstract()
     function = function_maker(inv, request.kernel)(cfg)
     arrays, rest = split((inv.args, dict(inv.kwargs)))

@@ -21,6 +21,7 @@ from .decision import Decision, Passed
 from .freshness import State, can_be_continued, judge, made_by
 from .miss import Miss
 from .near import NearTier
+from .outcome import Outcome, known_trials
 from .persistent import PersistentCache, rebuild_or_warn
 from .policy import (
     AutotunePolicy,
@@ -41,10 +42,10 @@ from .tiers import (
     Request,
     Tier,
 )
+from .tuning import measuring
 
 if TYPE_CHECKING:
     from ..tuner.tuner import Tuner
-    from .outcome import Outcome
 
 __all__ = [
     "AutotunePolicy",
@@ -64,9 +65,7 @@ _count = itertools.count(1)
 
 def __getattr__(name: str) -> Any:
     if name == "Tuner":  # documented here; made where the measuring is
-        from ..tuner.tuner import Tuner
-
-        return Tuner
+        return measuring().Tuner
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -150,9 +149,7 @@ class ConfigSelectorChain:
     def tuner(self) -> Tuner:
         """The tuner, made when first needed."""
         if self._tuner is None:
-            from ..tuner.tuner import Tuner
-
-            self._tuner = Tuner()
+            self._tuner = measuring().Tuner()
         return self._tuner
 
     # --- asking ----------------------------------------------------------------------------------
@@ -302,8 +299,6 @@ class ConfigSelectorChain:
             return False
         if about.get("incomplete"):
             return True
-        from .outcome import known_trials
-
         candidates = request.kernel.candidates(request.inv)
         known = known_trials(candidates, trials)
         return len(known) < len(candidates) and len(trials) < len(candidates)
@@ -327,12 +322,12 @@ class ConfigSelectorChain:
     # --- tuning ----------------------------------------------------------------------------------
 
     def _tune(self, request: Request) -> Outcome[Any]:
-        from ..tuner.session import tune_request
-
         earlier = self._earlier_trials(request)
         # What a kernel calls while it is measured is part of it, and need not be stored.
         with count_tuning(request.key.op_id), policy_override(strict=False):
-            return tune_request(request.tuner or self.tuner, request, earlier)
+            return measuring().tune_invocation(
+                request.tuner or self.tuner, request.inv, request.kernel, stored=earlier
+            )
 
     def _earlier_trials(self, request: Request) -> list[Any]:
         """What the store knows of an earlier run that measured the same thing."""

@@ -18,13 +18,13 @@ from ..core.limits import reasons_against_config
 from ..core.types import ConfigKey
 from . import context
 from .cache import ConfigCache, OverlayLayer
+from .outcome import Outcome, TuningFailed, TuningInterrupted
 from .policy import AutotunePolicy
 
 if TYPE_CHECKING:
     from ..core.invocation import Invocation
     from ..core.kernel import Kernel
     from ..tuner.tuner import Tuner
-    from .outcome import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -238,8 +238,6 @@ class AutotuneTier:
                 del self._under_way[key]
 
     def _measure(self, request: Request) -> Found | str:
-        from .outcome import TuningFailed, TuningInterrupted
-
         request.emit("autotune_start")
         try:
             outcome = self._tune(request)

@@ -8,18 +8,18 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
+from ..config.functions import function_maker, mapped
 from ..config.outcome import Outcome, TuningFailed, known_trials
-from ..core.invocation import BatchAxes, Invocation, array_owners, is_inexact
+from ..core.invocation import Invocation, array_owners, is_inexact
 from ..core.kernel import Kernel
 from ..core.limits import reasons_against_config
-from ..core.running import run_unlabelled
 from ..core.static_part import StaticPart, split
-from ..core.supports import demand_of, without_demand
+from ..core.supports import without_demand
 from ..utils.stable import stable_json
 from .bench import CandidateError
 from .clock import typical
@@ -28,26 +28,11 @@ from .run import Work
 from .search.pruning import prune
 from .tuner import Tuner
 
-if TYPE_CHECKING:
-    from ..config.tiers import Request
-
 Function = Callable[..., Any]
 
 logger = logging.getLogger(__name__)
 
 LONG_RUN_SECONDS = 30.0  # a single run that takes longer is worth a word
-
-
-def tune_request(
-    tuner: Tuner, request: Request, stored: Sequence[Mapping[str, Any]] = ()
-) -> Outcome[Any]:
-    """The outcome of tuning what a selection asked for; `stored` are trials of earlier runs."""
-    return tune_invocation(
-        tuner,
-        request.inv,
-        request.kernel,
-        stored=stored,
-    )
 
 
 def tune_invocation(
@@ -80,7 +65,7 @@ def tune_invocation(
         make_fn = function_maker(inv, kernel)
         reference = getattr(kernel, "reference", None)
         if reference is not None:
-            reference = _mapped(reference, inv)
+            reference = mapped(reference, inv)
         of_users, inputs = make_fn, args
         measured = "forward"
         notes = pruned.notes
@@ -244,36 +229,6 @@ def _favourite(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> Any:
         return kernel.heuristic(inv)
     except NotImplementedError:
         return None
-
-
-def function_maker(
-    inv: Invocation[Any, Any], kernel: Kernel[Any, Any]
-) -> Callable[[Any], Function]:
-    """Gives the function of an invocation's arguments that runs a kernel with a config."""
-
-    demand = demand_of(inv.kwargs)
-
-    def make(cfg: Any) -> Function:
-        def function(*args: Any, **kwargs: Any) -> Any:
-            # `make_inputs` need not know about a demand for an implementation.
-            kwargs = {**without_demand(kwargs), **demand}
-            return run_unlabelled(dataclasses.replace(inv, args=args, kwargs=kwargs), kernel, cfg)
-
-        return _mapped(function, inv)
-
-    return make
-
-
-def _mapped(function: Function, inv: Invocation[Any, Any]) -> Function:
-    """The function over the whole batch, if the call is a batched one."""
-    batch = inv.batch_axes
-    if not isinstance(batch, BatchAxes) or batch.transform != "vmap":
-        return function
-
-    def batched(*args: Any, **kwargs: Any) -> Any:
-        return jax.vmap(lambda *args: function(*args, **kwargs), in_axes=batch.in_axes)(*args)
-
-    return batched
 
 
 def _random_cotangents(
