@@ -29,27 +29,27 @@ from record_table import Experiment, experiments
 from truth import Truth
 
 from ejkernel.ops.config.outcome import Outcome, Verdict
-from ejkernel.ops.tuner.run import Work
+from ejkernel.ops.tuner.run import TuningTask
 from ejkernel.ops.tuner.tuner import Tuner
 
 TRUTH_ROUNDS = 200
 
 
-def work_of(experiment: Experiment) -> Work:
+def work_of(experiment: Experiment) -> TuningTask:
     """The experiment as the tuner takes it, the heuristic config first."""
     configs = [cfg for cfg in experiment.space if cfg != experiment.heuristic]
-    return Work(
+    return TuningTask(
         experiment.title,
         lambda cfg: lambda *args: experiment.kernel(*args, cfg),
         tuple(map(jnp.asarray, experiment.inputs)),
         {},
         [experiment.heuristic, *configs],
         reference=experiment.reference,
-        favourite=experiment.heuristic,
+        baseline=experiment.heuristic,
     )
 
 
-def timed(work: Work, **options: Any) -> tuple[Outcome[Any], float]:
+def timed(work: TuningTask, **options: Any) -> tuple[Outcome[Any], float]:
     """What a tuner with these options finds, and how long it takes from nothing."""
     jax.clear_caches()
     start = time.perf_counter()

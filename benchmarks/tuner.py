@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from truth import Truth
 
-from ejkernel.ops.tuner.run import Work
+from ejkernel.ops.tuner.run import TuningTask
 from ejkernel.ops.tuner.tuner import Tuner
 
 
@@ -111,13 +111,13 @@ def ours(
     seed: int,
     **options: Any,
 ) -> Any:
-    work = Work(
+    work = TuningTask(
         "benchmark",
         lambda cfg: lambda *args: function(*args, cfg),
         args,
         {},
         configs,
-        favourite=configs[0],
+        baseline=configs[0],
     )
     return Tuner(seed=seed, progress=False, **options).tune(work).best
 

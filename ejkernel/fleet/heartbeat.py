@@ -1,6 +1,6 @@
-"""Signs of life of a process that decides, so that those who wait can tell slow from dead.
+"""Heartbeats of a process that decides, so that those who wait can tell slow from dead.
 
-Nobody answers a sign of life and nobody waits for one: a measurement that runs meanwhile shares its
+Nobody answers a heartbeat and nobody waits for one: a measurement that runs meanwhile shares its
 process with one short message every few seconds, and synchronises with nothing.
 """
 
@@ -19,7 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 def longest_silence(limit: float) -> float:
-    """After how many seconds without a sign a process counts as dead; `limit` is the longest wait.
+    """After how many seconds without a heartbeat a process counts as dead.
+
+    `limit` is the longest wait for an answer.
 
     At most a minute: JAX itself ends all processes of a job about 100 seconds after it lost one,
     and by then the reason should have been said.
@@ -27,20 +29,20 @@ def longest_silence(limit: float) -> float:
     return min(60.0, limit / 2)
 
 
-def beat_interval(limit: float) -> float:
-    """How often signs are given: often enough that losing a few of them is no alarm."""
+def heartbeat_interval(limit: float) -> float:
+    """How often heartbeats are given: often enough that losing a few of them is no alarm."""
     return longest_silence(limit) / 5
 
 
-class Beating:
-    """Gives signs of life while the block runs. A block that is quickly over gives none."""
+class Heartbeat:
+    """Gives heartbeats while the block runs. A block that is quickly over gives none."""
 
     def __init__(self, service: CoordinationService, key: str, every: float) -> None:
         self._service = service
         self._key = key
         self._every = every
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="ejkernel-beating", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="ejkernel-heartbeat", daemon=True)
 
     def __enter__(self) -> None:
         self._thread.start()
@@ -61,12 +63,12 @@ class Beating:
             try:
                 self._service.set(self._key, str(count))
             except AgreementError as error:
-                logger.warning("ejkernel: no more signs of life while deciding: %s", error)
+                logger.warning("ejkernel: no more heartbeats while deciding: %s", error)
                 return
 
 
-class Listening:
-    """Watches for the signs of life that another process gives under a key."""
+class HeartbeatMonitor:
+    """Watches for the heartbeats that another process gives under a key."""
 
     def __init__(
         self, service: CoordinationService, key: str, clock: Callable[[], float] = time.monotonic
@@ -78,7 +80,7 @@ class Listening:
         self._heard_at = clock()
 
     def silent_for(self) -> float:
-        """Seconds since the last sign; since listening began, if there was none yet."""
+        """Seconds since the last heartbeat; since monitoring began, if there was none yet."""
         sign = self._service.try_get(self._key)
         if sign != self._sign:
             self._sign, self._heard_at = sign, self._clock()

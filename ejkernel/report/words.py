@@ -12,7 +12,7 @@ from .record import Gain, Operation, Run
 
 Level = Literal["sure", "likely", "open", "unknown"]
 
-REJECTED = ("wrong", "not deterministic", "failed", "unsupported")
+REJECTED = ("wrong", "non-deterministic", "failed", "unsupported")
 
 
 def duration(seconds: float | None) -> str:

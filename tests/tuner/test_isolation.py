@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.ops.tuner.isolation import process, worker_bench
 from ejkernel.ops.tuner.bench import CandidateError, LocalBench
+from ejkernel.ops.tuner.isolation import process, worker_bench
 from ejkernel.ops.tuner.isolation.process import WorkerUnavailable, stop_worker, worker_pid
-from ejkernel.ops.tuner.isolation.worker import NOTICE
+from ejkernel.ops.tuner.isolation.worker import NOTIFICATION
 from ejkernel.ops.tuner.isolation.worker_bench import CandidateDied, WorkerBench
 
 ROOT = pathlib.Path(worker_bench.__file__).parents[4]
@@ -369,23 +369,23 @@ def test_a_worker_that_is_lost_while_it_compiles_is_replaced(bench):
     time.sleep(0.3)  # the request is answered, compiling goes on for seconds
     os.kill(worker_pid(), signal.SIGKILL)
     thread.join(120)
-    assert not thread.is_alive()  # it heard of the end, and did not wait for a notice any more
+    assert not thread.is_alive()  # it heard of the end, and waits no longer
     bench.run(compiled[0])
 
 
 @pytest.mark.parametrize("dies_first", [True, False])
 def test_notices_are_heard_before_and_after(dies_first):
     reading, writing = os.pipe()
-    notices = process.Notices(reading)
-    expected, other = notices.expect(7), notices.expect(8)
+    notifications = process.CompileNotifications(reading)
+    expected, other = notifications.expect(7), notifications.expect(8)
     if not dies_first:
-        os.write(writing, struct.pack(NOTICE, 7))
+        os.write(writing, struct.pack(NOTIFICATION, 7))
         assert expected.wait(10)
         assert not other.is_set()
     os.close(writing)
     assert expected.wait(10)
     assert other.wait(10)
-    assert notices.expect(9).wait(10)  # nobody will tell it any more
+    assert notifications.expect(9).wait(10)  # nobody will tell it any more
 
 
 def test_what_compiles_too_long_is_ended_and_stays_dead(bench):

@@ -14,8 +14,8 @@ import time
 
 import pytest
 
-from ejkernel.ops.tuner.isolation import journal as journal_module
 from ejkernel.ops.tuner import session
+from ejkernel.ops.tuner.isolation import journal as journal_module
 from ejkernel.ops.tuner.isolation.journal import Culprit, Journal, default_folder
 
 ROOT = pathlib.Path(journal_module.__file__).parents[3]

@@ -144,7 +144,7 @@ def _problem(key: ConfigKey, entry: Any) -> str | None:
     if freshness.state is not State.FRESH:
         return freshness.reason
     if entry["about"].get("incomplete"):
-        return f"its tuning was cut short: {one_line(entry['about']['incomplete'])}"
+        return f"its tuning was interrupted: {one_line(entry['about']['incomplete'])}"
     return None
 
 

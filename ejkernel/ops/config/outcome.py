@@ -31,7 +31,7 @@ class Verdict(enum.Enum):
 
     MEASURED = "measured"
     WRONG = "wrong"
-    UNSTEADY = "not deterministic"
+    NON_DETERMINISTIC = "non-deterministic"
     FAILED = "failed"
     UNSUPPORTED = "unsupported"
     DUPLICATE = "duplicate"
@@ -71,7 +71,7 @@ class Outcome(Displayed, Generic[Cfg]):
       notes: remarks, such as why something was not measured.
       clock: whose time that is: the `"device"`'s own, or the `"wall"` clock's.
       sure: the race ended because the winner was sure, not because rounds ran out.
-      incomplete: why the run was cut short, or an empty string.
+      incomplete: why the run was interrupted, or an empty string.
       took: seconds that the run took, compiling included.
     """
 
@@ -114,7 +114,7 @@ class Outcome(Displayed, Generic[Cfg]):
         return "; ".join((text, *self.notes))
 
     def about(self) -> dict[str, Any]:
-        """What is kept beside the config in a store, as plain data."""
+        """What is stored with the config in a store, as plain data."""
         return {
             "measured": self.measured,
             "clock": self.clock,

@@ -104,7 +104,7 @@ class PersistentCache:
     def put(self, *parts: Any, about: Mapping[str, Any] | None = None) -> None:
         """Keep a config: `put(key, cfg)` or `put(device, op_id, call_key, cfg)`.
 
-        `about` is kept beside it: how it was measured, with which versions, from which source. Its
+        `about` is stored with it: how it was measured, with which versions, from which source. Its
         `trials` are kept one by one: those that are there already stay, unless the new ones
         replace them or were made from another source, with another compiler, or in another way.
         """

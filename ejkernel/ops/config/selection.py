@@ -287,7 +287,7 @@ class ConfigSelectorChain:
         return [] if self._unfinished(request) else self._stored
 
     def _unfinished(self, request: Request) -> bool:
-        """True if the store has a result that was cut short, or that lacks a candidate of today."""
+        """True if the stored result was interrupted, or lacks a candidate of today."""
         entry = None if self.persistent is None else self.persistent.entry(request.key)
         if entry is None or self.persistent is None:
             return False

@@ -22,7 +22,7 @@ from ..utils.locations import without_locations
 from ..utils.stable import short_hash
 from .clock import Stopwatch
 from .device_time import DeviceTime, has_device_time
-from .judge import Wavering, differs, wavers
+from .judge import NonDeterminism, differs, non_determinism
 
 Function = Callable[..., Any]
 
@@ -66,7 +66,7 @@ class Bench(Protocol):
         """Run it once and keep its output for `compare`."""
         ...
 
-    def compare(self, handle: Any, truth: Any) -> str | None:
+    def compare(self, handle: Any, reference: Any) -> str | None:
         """Why the output of one handle differs from that of another, or None."""
         ...
 
@@ -78,7 +78,7 @@ class Bench(Protocol):
         """Seconds per call, from one sample."""
         ...
 
-    def repeats(self, handle: Any) -> Wavering | None:
+    def repeats(self, handle: Any) -> NonDeterminism | None:
         """How the output of the latest run differs from the one that `run` kept, or None.
 
         The latest run is the last one that was timed; without one, it is run again. Asked once.
@@ -152,8 +152,8 @@ class LocalBench:
         handle.output = jax.block_until_ready(handle.compiled(self._arrays))
         handle.watch.ran_for(self._timer() - start)
 
-    def compare(self, handle: LocalHandle, truth: LocalHandle) -> str | None:
-        return differs(handle.output, truth.output)
+    def compare(self, handle: LocalHandle, reference: LocalHandle) -> str | None:
+        return differs(handle.output, reference.output)
 
     def warm_up(self, handle: LocalHandle, times: int) -> None:
         handle.watch.warm_up(times)
@@ -161,11 +161,11 @@ class LocalBench:
     def sample(self, handle: LocalHandle) -> float:
         return handle.watch.sample()
 
-    def repeats(self, handle: LocalHandle) -> Wavering | None:
+    def repeats(self, handle: LocalHandle) -> NonDeterminism | None:
         again = handle.watch.take_output()
         if again is None:
             again = jax.block_until_ready(handle.compiled(self._arrays))
-        return wavers(handle.output, again)
+        return non_determinism(handle.output, again)
 
     def forget(self, handle: LocalHandle) -> None:
         handle.output = None
@@ -186,7 +186,7 @@ def program_fingerprint(text: str) -> str:
 
 
 def _bytes_needed(compiled: Any) -> int | None:
-    """What running a program takes beside its inputs, as the compiler says, if it does."""
+    """What running a program takes in addition to its inputs, as the compiler says, if it does."""
     analysis = compiled.memory_analysis()
     if analysis is None:
         return None

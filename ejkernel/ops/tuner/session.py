@@ -24,7 +24,7 @@ from ..utils.stable import stable_json
 from .bench import CandidateError
 from .clock import typical
 from .inputs import needs_other_processes, outside_trace, random_like, realistic_inputs
-from .run import Work
+from .run import TuningTask
 from .search.pruning import prune
 from .tuner import Tuner
 
@@ -55,8 +55,8 @@ def tune_invocation(
     with outside_trace():
         with _blaming(name, "candidate_cfgs"):
             configs = kernel.candidates(inv) if candidates is None else candidates
-        favourite = _favourite(kernel, inv)
-        pruned = prune(tuner, kernel, inv, configs, favourite)
+        baseline = _baseline(kernel, inv)
+        pruned = prune(tuner, kernel, inv, configs, baseline)
         configs = pruned.candidates
         refused = _refused(kernel, inv, configs)
         with _blaming(name, "make_inputs"):
@@ -90,17 +90,17 @@ def tune_invocation(
                 kernel.check_config(best, "the tuner returned", inv)
             except ValueError as error:
                 raise TuningFailed(f"{name}: {error}") from error
-            return Outcome(best, heuristic=favourite)
+            return Outcome(best, heuristic=baseline)
         known = {**pruned.trials, **known_trials(configs, stored)}
         return tuner.tune(
-            Work(
+            TuningTask(
                 name,
                 make_fn,
                 args,
                 kwargs,
                 configs,
                 reference=reference,
-                favourite=favourite,
+                baseline=baseline,
                 reasons_against=lambda cfg: refused.get(stable_json(cfg), ()),
                 known={key: trial for key, trial in known.items() if key not in refused},
                 guard=_crash_guard(tuner, inv),
@@ -224,7 +224,7 @@ def _refused(
     }
 
 
-def _favourite(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> Any:
+def _baseline(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> Any:
     try:
         return kernel.heuristic(inv)
     except NotImplementedError:

@@ -17,7 +17,7 @@ from .bench import Bench, Clock, Function, LocalBench
 from .clock import Stopwatch, typical
 from .inputs import outside_trace, random_like
 from .progress import Progress
-from .run import Run, Work
+from .run import TuningRun, TuningTask
 from .search.effort import Budget, Effort, effort_of
 from .search.pruning import Pruner
 
@@ -150,24 +150,24 @@ class Tuner:
         No candidates is a `RuntimeError`, and so is "all failed", which lists each one's error.
         """
         return self.tune(
-            Work("autotune", make_fn, tuple(args), dict(kwargs), list(candidates))
+            TuningTask("autotune", make_fn, tuple(args), dict(kwargs), list(candidates))
         ).best
 
-    def tune(self, work: Work) -> Outcome[Any]:
-        """The winner among a work's candidates, with everything that was found."""
-        if not work.candidates:
-            raise TuningFailed(f"{work.name}: there are no candidates to tune")
+    def tune(self, task: TuningTask) -> Outcome[Any]:
+        """The winner among a task's candidates, with everything that was found."""
+        if not task.candidates:
+            raise TuningFailed(f"{task.name}: there are no candidates to tune")
         with outside_trace():
-            args, kwargs = random_like_if_abstract((work.args, dict(work.kwargs)), self.seed)
+            args, kwargs = random_like_if_abstract((task.args, dict(task.kwargs)), self.seed)
             arrays, rest = split((args, kwargs))
             flat = dataclasses.replace(
-                work,
-                make_function=lambda cfg: _flat(work.make_function(cfg), rest),
-                reference=None if work.reference is None else _flat(work.reference, rest),
+                task,
+                make_function=lambda cfg: _flat(task.make_function(cfg), rest),
+                reference=None if task.reference is None else _flat(task.reference, rest),
             )
             bench = self.bench(arrays)
-            with Progress(work.name, self.progress, self.on_step) as progress:
-                return Run(self, flat, bench, progress).run()
+            with Progress(task.name, self.progress, self.on_step) as progress:
+                return TuningRun(self, flat, bench, progress).run()
 
     def bench(self, arrays: list[Any]) -> Bench:
         """Where programs of these inputs are compiled, run and timed."""

@@ -60,7 +60,7 @@ def prune(
     kernel: Kernel[Any, Any],
     inv: Invocation[Any, Any],
     candidates: list[Any],
-    favourite: Any,
+    baseline: Any,
 ) -> Plan:
     """What a tuner's pruner, or else a bundle of ranked candidates, leaves of the candidates."""
     pruner: Any = getattr(tuner, "prune", False)
@@ -75,12 +75,12 @@ def prune(
             raise TuningFailed(
                 f"{kernel.full_op_id}: the tuner's prune raised {type(error).__name__}: {error}"
             ) from error
-    return Plan(candidates) if said is None else _plan(said, candidates, favourite)
+    return Plan(candidates) if said is None else _plan(said, candidates, baseline)
 
 
-def _plan(said: Pruned, candidates: list[Any], favourite: Any) -> Plan:
+def _plan(said: Pruned, candidates: list[Any], baseline: Any) -> Plan:
     left = {stable_json(cfg): cfg for cfg in candidates}
-    spared = None if favourite is None else stable_json(favourite)
+    spared = None if baseline is None else stable_json(baseline)
     # Each once, whatever a bundle repeats.
     order = list(dict.fromkeys(key for cfg in said.best if (key := stable_json(cfg)) in left))
     refused = {stable_json(cfg): reason for cfg, reason in said.refused}
