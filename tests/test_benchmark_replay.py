@@ -45,9 +45,9 @@ def test_an_empty_about_survives(tmp_path):
     assert Table.load(tmp_path / "table.json").about == {}
 
 
-def test_the_truth_is_the_typical_of_all_samples():
+def test_the_seconds_are_the_typical_of_all_samples():
     table = Table("t", (0, 1), ((1.0, 2.0, 9.0), ()))
-    assert table.truth == (1.5, None)
+    assert table.seconds == (1.5, None)
 
 
 GOOD = {"ejkernel_table": 1, "name": "t", "about": {}, "microseconds": [[{"a": 1}, [1.0]]]}

@@ -37,7 +37,7 @@ class Ray:
 
     MODULE:FUNCTION (or FILE.py:FUNCTION) is a function of yours without arguments: {HOW}.
 
-    What is tuned already is not measured again, and a run that was cut short, by a limit or by
+    What is tuned already is not measured again, and a run that was interrupted, by a limit or by
     Ctrl-C, goes on where it stopped when the same command is typed again."""
 )
 @click.argument("name", metavar="[MODULE:FUNCTION]", required=False)

@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 from ..ops.config.agreement import AgreementError
 from .coordination import CoordinationService
@@ -47,12 +46,7 @@ class Heartbeat:
     def __enter__(self) -> None:
         self._thread.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._over.set()
         self._thread.join(timeout=self._every)
 

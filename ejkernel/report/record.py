@@ -101,7 +101,7 @@ class Operation:
       measured: what was timed, `forward` or `forward and backward`.
       clock: whose time that is, the `device`'s or the `wall` clock's.
       sure: the race ended because the winner was sure; None if that is not known.
-      incomplete: why the run was cut short, or nothing.
+      incomplete: why the run was interrupted, or nothing.
       took: seconds that tuning it took.
       origin: where the config comes from, in words.
       when: the moment it was stored.

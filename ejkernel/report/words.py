@@ -85,7 +85,7 @@ def how_sure(operation: Operation) -> Finding:
     if operation.incomplete:
         return Finding(
             "open",
-            "cut short",
+            "interrupted",
             f"The run ended early ({operation.incomplete}); the best so far is used, and the next "
             "run goes on where this one stopped.",
         )

@@ -32,7 +32,7 @@ def test_list_shows_each_entry(ej, store):
     assert "rows=16" in row
     assert "1 ms" in row
     assert "2.00x" in row
-    assert any("cut short" in line for line in lines)
+    assert any("interrupted" in line for line in lines)
     assert "\x1b" not in done.out  # no colours in a pipe
 
 
@@ -138,7 +138,7 @@ def test_merge_says_conflicts(ej, store, bundle, tmp_path):
 def test_verify_names_problems_and_ends_with_one(ej, store):
     done = ej("configs", "verify")
     assert done.code == 1
-    assert "its tuning was cut short" in done.out
+    assert "its tuning was interrupted" in done.out
     assert "no kernel of this name and version is loaded" in done.out
     assert "3 entries" in done.out
     assert "2 with a problem" in done.out

@@ -244,7 +244,7 @@ def test_verify_finds_what_does_not_fit(tmp_path):
     assert "does not fit" in problem(config={"no such field": 1})
     assert "no kernel" in problem(key=("cpu", "unheard-of@v1", "0" * 16))
     assert "stale" in problem(about={**good["about"], "source": "other"})
-    assert "cut short" in problem(about={**good["about"], "incomplete": "Ctrl-C"})
+    assert "interrupted" in problem(about={**good["about"], "incomplete": "Ctrl-C"})
     versions = {**good["about"]["versions"], "jaxlib": "0.0.1"}
     assert "suspect" in problem(about={**good["about"], "versions": versions})
     assert kernel.full_op_id in problem(config=None)

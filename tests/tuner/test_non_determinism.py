@@ -82,13 +82,13 @@ def test_a_change_within_the_tolerance_is_said_and_tolerated():
     assert "not equal bit for bit" in outcome.explain()
 
 
-def test_a_heuristic_that_is_not_deterministic_cannot_be_the_truth():
+def test_a_heuristic_that_is_non_deterministic_cannot_be_the_reference():
     kernel = Moody("right", heuristic="unsteady")
     with pytest.raises(TuningFailed, match=r"non-deterministic.*Give the kernel a `reference`"):
         tune(kernel)
 
 
-def test_a_heuristic_that_is_not_deterministic_loses_against_a_reference():
+def test_a_heuristic_that_is_non_deterministic_loses_against_a_reference():
     class Checked(Moody):
         def reference(self, x):
             return x + 1
@@ -98,7 +98,7 @@ def test_a_heuristic_that_is_not_deterministic_loses_against_a_reference():
     assert trials(outcome)["unsteady"].verdict is Verdict.NON_DETERMINISTIC
 
 
-def test_a_reference_that_is_not_deterministic_is_the_culprit():
+def test_a_reference_that_is_non_deterministic_is_the_culprit():
     runs = itertools.count()
 
     class Odd(Moody):

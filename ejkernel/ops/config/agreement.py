@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import jax
 
-from .decision import Decision, Passed
+from .decision import Decision, TierMiss
 from .tiers import Request
 
-Answer = Decision[Any] | tuple[Passed, ...]
+Answer = Decision[Any] | tuple[TierMiss, ...]
 """A decision; or, if no source has a config, each source with its reason."""
 
 

@@ -13,7 +13,7 @@ from ..core import catalog
 from ..core.kernel import Kernel, configured_names
 from ..core.types import ConfigKey
 from ..utils.serialize import from_plain
-from .freshness import State, judge
+from .freshness import EntryState, judge
 from .persistent import PersistentCache
 
 
@@ -141,7 +141,7 @@ def _problem(key: ConfigKey, entry: Any) -> str | None:
     if reasons := _reasons_against_any_call(kernel, cfg):
         return f"its config does not fit {type(kernel).__name__}: {'; '.join(reasons)}"
     freshness = judge(entry["about"], kernel, key)
-    if freshness.state is not State.FRESH:
+    if freshness.state is not EntryState.FRESH:
         return freshness.reason
     if entry["about"].get("incomplete"):
         return f"its tuning was interrupted: {one_line(entry['about']['incomplete'])}"

@@ -14,11 +14,11 @@ from ..core.static_part import split
 from ..utils.serialize import from_plain
 from ..utils.stable import stable_json
 from .explain import call_fields
-from .freshness import State, judge
+from .freshness import EntryState, judge
 from .functions import function_maker
 from .persistent import PersistentCache
 from .stored import shipped
-from .tiers import Found, Request
+from .tiers import Request, TierHit
 
 
 class NearTier:
@@ -33,7 +33,7 @@ class NearTier:
     def __init__(self, store: PersistentCache | None) -> None:
         self.store = store
 
-    def look(self, request: Request) -> Found | str:
+    def look(self, request: Request) -> TierHit | str:
         rule = _rule_of(request)
         if isinstance(rule, str):
             return rule
@@ -53,7 +53,7 @@ class NearTier:
             about = entry["about"]
             signature = about.get("signature", "?")
             request.emit("near_hit", cfg=cfg, near=signature)
-            return Found(cfg, f"tuned for {signature}, the nearest of {len(near)}", about)
+            return TierHit(cfg, f"tuned for {signature}, the nearest of {len(near)}", about)
         if reasons:
             return f"of {len(near)} near calls none has a usable config: {reasons[0]}"
         return "no tuned call is near enough"
@@ -67,7 +67,7 @@ class NearTier:
 
     def _usable(self, request: Request, entry: Mapping[str, Any]) -> Any:
         """The config of an entry if it is one for this call too."""
-        if judge(entry["about"], request.kernel, request.key).state is State.STALE:
+        if judge(entry["about"], request.kernel, request.key).state is EntryState.STALE:
             return _Unusable("it is stale")
         try:
             cfg = from_plain(entry["config"], request.kernel.config_type)

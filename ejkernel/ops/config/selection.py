@@ -17,8 +17,8 @@ from ..core.types import ConfigKey
 from ..utils.fingerprint import device_fingerprint
 from .agreement import Answer, agreement_in_force
 from .cache import ConfigCache, overlay_cache
-from .decision import Decision, Passed
-from .freshness import State, can_be_continued, judge, made_by
+from .decision import Decision, TierMiss
+from .freshness import EntryState, can_be_continued, judge, made_by
 from .miss import Miss
 from .near import NearTier
 from .outcome import Outcome, known_trials
@@ -34,13 +34,13 @@ from .statistics import count_decision, count_tuning
 from .stored import BundleTier, PersistentTier, StoredTier, shipped
 from .tiers import (
     AutotuneTier,
-    Found,
     HeuristicsTier,
     MemoryTier,
     OverlayTier,
     OverrideTier,
     Request,
     Tier,
+    TierHit,
 )
 from .tuning import measuring
 
@@ -213,7 +213,7 @@ class ConfigSelectorChain:
         count_decision(answer)
         return answer
 
-    def _miss(self, request: Request, passed: tuple[Passed, ...]) -> Miss:
+    def _miss(self, request: Request, passed: tuple[TierMiss, ...]) -> Miss:
         # Without its arrays: it may outlive the trace that they belong to.
         abstract = dataclasses.replace(request, inv=request.inv.abstract())
         return Miss(abstract, passed, self.persistent)
@@ -231,16 +231,16 @@ class ConfigSelectorChain:
         return answer
 
     def _ask(
-        self, request: Request, tiers: Iterable[Tier], passed: tuple[Passed, ...] = ()
+        self, request: Request, tiers: Iterable[Tier], passed: tuple[TierMiss, ...] = ()
     ) -> Answer:
         """What the first tier with a config says; else why none has one.
 
         A config in doubt is served if tuning does not replace it.
         """
-        doubtful: tuple[StoredTier, Found] | None = None
+        doubtful: tuple[StoredTier, TierHit] | None = None
         for tier in tiers:
             answer = tier.look(request)
-            if isinstance(answer, Found):
+            if isinstance(answer, TierHit):
                 if not answer.doubt or not isinstance(tier, StoredTier):
                     return _decision(request, tier, answer, passed)
                 if not request.policy.tunes_first:
@@ -248,7 +248,7 @@ class ConfigSelectorChain:
                 doubtful = doubtful or (tier, answer)
                 answer = f"{answer.doubt}; to be measured again"
             more = self._persistent.more_about_nothing if tier is self._persistent else None
-            passed = (*passed, Passed(tier.name, answer, more and more(request)))
+            passed = (*passed, TierMiss(tier.name, answer, more and more(request)))
             if tier is self._autotune and doubtful is not None:
                 source, found = doubtful
                 return _decision(request, source, source.serve(request, found), passed)
@@ -276,7 +276,7 @@ class ConfigSelectorChain:
         ):
             if entry is None or entry["about"].get("estimated"):
                 continue
-            if kernel is None or judge(entry["about"], kernel, key).state is not State.STALE:
+            if kernel is None or judge(entry["about"], kernel, key).state is not EntryState.STALE:
                 cfg = rebuild_or_warn(entry, kernel.config_type if kernel else None)
                 if cfg is not None:
                     return cfg
@@ -292,7 +292,7 @@ class ConfigSelectorChain:
         if entry is None or self.persistent is None:
             return False
         about = entry["about"]
-        if judge(about, request.kernel, request.key).state is not State.FRESH:
+        if judge(about, request.kernel, request.key).state is not EntryState.FRESH:
             return False  # the tier of the store deals with it
         trials = self.persistent.trials(request.key)
         if not trials:
@@ -376,7 +376,7 @@ class ConfigSelectorChain:
 
 
 def _decision(
-    request: Request, tier: Tier, found: Found, passed: tuple[Passed, ...]
+    request: Request, tier: Tier, found: TierHit, passed: tuple[TierMiss, ...]
 ) -> Decision[Any]:
     return Decision(
         cfg=found.cfg,

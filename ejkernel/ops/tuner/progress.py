@@ -8,7 +8,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 from ...markup import Markup, one_line, tag
@@ -35,12 +34,7 @@ class Bar:
             self._bar = NotebookBar(self._name) if in_notebook() else _TerminalBar(self._name)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ....markup import one_line
-from ...config.freshness import State, judge
+from ...config.freshness import EntryState, judge
 from ...config.outcome import Trial, TuningFailed, Verdict
 from ...config.stored import shipped
 from ...core.types import ConfigKey
@@ -142,7 +142,7 @@ def _ranked_in_bundles(key: ConfigKey, kernel: Kernel[Any, Any]) -> _Ranked | No
     """The ranked candidates of a call, unless the kernel changed since or there are none."""
     for entry, source in shipped().all_of(key):
         about = entry["about"]
-        if not about.get("estimated") or judge(about, kernel, key).state is State.STALE:
+        if not about.get("estimated") or judge(about, kernel, key).state is EntryState.STALE:
             continue
         ranked = _read_ranked(about, str(source.path))
         if ranked is not None:
