@@ -172,12 +172,12 @@ class NotTuned:
 
 @dataclasses.dataclass(frozen=True)
 class BeforeAfter:
-    """The whole function with the heuristic configs and with the tuned ones, in turns.
+    """The whole function with the heuristic configs and with the tuned ones, interleaved.
 
     Attributes:
       what: what was run.
       before: seconds of each run with the heuristic configs.
-      after: seconds of each run with the tuned ones, run `i` right beside run `i` before.
+      after: seconds of each run with the tuned ones, run `i` right next to run `i` before.
       gain: how many times faster it became.
       difference: the largest difference between the outputs, relative to their size.
       notes: remarks.
@@ -245,7 +245,7 @@ class Run:
         """The record of what `autotune`, `autotune_recorded` or `autotune_lowered` gave.
 
         Operations that were tuned in an earlier run have their candidates in the store: give
-        `store=`, and they are in the record too. `environment` is shown beside the usual facts.
+        `store=`, and they are in the record too. `environment` is shown with the usual facts.
         """
         from .collect import run_of_result
 

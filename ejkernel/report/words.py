@@ -171,7 +171,7 @@ def _of_model(run: Run) -> Headline:
             "sure" if known else "unknown",
             "sure" if known else "one run only",
             f"The speed-up lies between {limits(gain, 'and')}, by {len(model.before)} runs of each "
-            "in turns."
+            "interleaved."
             if known
             else "It was run once, so nothing is known of the noise.",
         )

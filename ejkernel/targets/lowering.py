@@ -1,7 +1,7 @@
 """From a kernel and a config to the program that a target's compiler is given.
 
 It happens in the caller's process, where the kernel lives: plain JAX lowers for any platform. What
-travels to the compiler is the StableHLO module; what the jaxpr says about launches, loops, flops
+is sent to the compiler is the StableHLO module; what the jaxpr says about launches, loops, flops
 and bytes is read here, because no compiler tells it for a Pallas kernel.
 """
 

@@ -119,7 +119,7 @@ def _cost(compiled: Any) -> dict[str, float]:
 
 
 def target_from_plain(plain: dict[str, Any]) -> Target:
-    """A target as it travels, as `dataclasses.asdict` made it."""
+    """A target as it is sent, as `dataclasses.asdict` made it."""
     gpu = plain["gpu"]
     return Target(**{**plain, "gpu": None if gpu is None else GpuLimits(**gpu)})
 

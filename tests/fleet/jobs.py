@@ -1,4 +1,4 @@
-"""Start a script as the processes of one JAX job on this machine, and collect what they result."""
+"""Start a script as the processes of one JAX job on this machine, and collect what they report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run_job(script: str, folder: pathlib.Path, *, processes: int = 4, seconds: f
     """Run `script` in so many processes; what each one reported, and how each one ended.
 
     A process gets its number, the number of processes, the coordinator's address and the folder as
-    arguments, and results by writing `result-{number}.json` there. Its output is in
+    arguments, and reports by writing `report-{number}.json` there. Its output is in
     `output-{number}.txt`.
     """
     address = f"127.0.0.1:{free_port()}"
@@ -54,11 +54,11 @@ def run_job(script: str, folder: pathlib.Path, *, processes: int = 4, seconds: f
         for process in running:
             process.kill()
             process.wait()
-    results = []
+    reports = []
     for number in range(processes):
-        file = folder / f"result-{number}.json"
-        results.append(json.loads(file.read_text()) if file.exists() else None)
-    return results, codes, outputs(folder, processes)
+        file = folder / f"report-{number}.json"
+        reports.append(json.loads(file.read_text()) if file.exists() else None)
+    return reports, codes, outputs(folder, processes)
 
 
 def outputs(folder: pathlib.Path, processes: int) -> str:

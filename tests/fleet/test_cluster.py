@@ -35,7 +35,7 @@ def tunings(text):
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """What the driver results; meanwhile the fifth tuning's worker is killed."""
+    """What the driver reports; meanwhile the fifth tuning's worker is killed."""
     folder = tmp_path_factory.mktemp("cluster")
     settings = {
         **os.environ,
@@ -69,7 +69,7 @@ def told(tmp_path_factory):
     text = (folder / "output.txt").read_text()
     assert driver.returncode == 0, text
     return {
-        **json.loads((folder / "result.json").read_text()),
+        **json.loads((folder / "report.json").read_text()),
         "killed": killed,
         "output": text,
         "store": PersistentCache(folder / "store"),

@@ -44,7 +44,7 @@ def settings_of(store, **settings):
 # --- what travels --------------------------------------------------------------------------------
 
 
-def test_an_order_is_run_once_and_then_found(store, tmp_path):
+def test_a_job_is_run_once_and_then_found(store, tmp_path):
     halves = Halves()
     inv = halves.bind(X)
     job = pickle.loads(pickle.dumps(job_of(inv)))

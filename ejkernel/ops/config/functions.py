@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import jax
 from ..core.invocation import BatchAxes, Invocation
 from ..core.kernel import Kernel
 from ..core.running import run_unlabelled
+from ..core.static_part import StaticPart
 from ..core.supports import demand_of, without_demand
 
 Function = Callable[..., Any]
@@ -44,3 +45,9 @@ def mapped(function: Function, inv: Invocation[Any, Any]) -> Function:
         return jax.vmap(lambda *args: function(*args, **kwargs), in_axes=batch.in_axes)(*args)
 
     return batched
+
+
+def call_with(function: Function, rest: StaticPart, arrays: Sequence[Any], *before: Any) -> Any:
+    """Call a function with arrays put back among its other arguments, and some before them all."""
+    args, kwargs = rest.merge(arrays)
+    return function(*before, *args, **kwargs)

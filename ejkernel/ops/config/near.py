@@ -15,7 +15,7 @@ from ..utils.serialize import from_plain
 from ..utils.stable import stable_json
 from .explain import call_fields
 from .freshness import EntryState, judge
-from .functions import function_maker
+from .functions import call_with, function_maker
 from .persistent import PersistentCache
 from .stored import shipped
 from .tiers import Request, TierHit
@@ -121,9 +121,4 @@ def _output(request: Request, cfg: Any) -> Any:
     inv = request.inv.abstract()
     function = function_maker(inv, request.kernel)(cfg)
     arrays, rest = split((inv.args, dict(inv.kwargs)))
-
-    def run(*arrays: Any) -> Any:
-        args, kwargs = rest.merge(arrays)
-        return function(*args, **kwargs)
-
-    return jax.eval_shape(run, *arrays)
+    return jax.eval_shape(lambda *arrays: call_with(function, rest, arrays), *arrays)

@@ -17,14 +17,13 @@ from typing import Any, Literal, Protocol
 
 import jax
 
+from ..config.functions import Function
 from ..utils.fingerprint import current_device
 from ..utils.locations import without_locations
 from ..utils.stable import short_hash
 from .clock import Stopwatch
 from .device_time import DeviceTime, has_device_time
 from .judge import NonDeterminism, differs, non_determinism
-
-Function = Callable[..., Any]
 
 
 class CandidateError(Exception):

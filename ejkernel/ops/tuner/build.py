@@ -13,9 +13,10 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ..config.functions import Function
 from ..config.outcome import Trial, Verdict
 from ..utils.stable import stable_json
-from .bench import Bench, BenchUnavailable, CandidateError, Function, Lowered
+from .bench import Bench, BenchUnavailable, CandidateError, Lowered
 
 logger = logging.getLogger(__name__)
 

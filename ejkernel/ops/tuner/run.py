@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..config.functions import Function
 from ..config.outcome import Outcome, Trial, TuningFailed, TuningInterrupted, Verdict
 from ..utils.stable import stable_json
-from .bench import Bench, BenchUnavailable, CandidateError, Function
+from .bench import Bench, BenchUnavailable, CandidateError
 from .build import Builder, reason_of
 from .clock import typical
 from .progress import Progress

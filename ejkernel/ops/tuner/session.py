@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..config.functions import function_maker, mapped
+from ..config.functions import Function, call_with, function_maker, mapped
 from ..config.outcome import Outcome, TuningFailed, known_trials
 from ..core.invocation import Invocation, array_owners, is_inexact
 from ..core.kernel import Kernel
 from ..core.limits import reasons_against_config
-from ..core.static_part import StaticPart, split
+from ..core.static_part import split
 from ..core.supports import without_demand
 from ..utils.stable import stable_json
 from .bench import CandidateError
@@ -27,8 +27,6 @@ from .inputs import needs_other_processes, outside_trace, random_like, realistic
 from .run import TuningTask
 from .search.pruning import prune
 from .tuner import Tuner
-
-Function = Callable[..., Any]
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +116,7 @@ def heuristic_seconds(tuner: Tuner, inv: Invocation[Any, Any], kernel: Kernel[An
         function = function_maker(inv, kernel)(cfg)
         arrays, rest = split(realistic_inputs(kernel, inv, tuner.seed))
         bench = tuner.bench(arrays)
-        handle = bench.compile(bench.lower(lambda *arrays: _call(function, rest, arrays)))
+        handle = bench.compile(bench.lower(lambda *arrays: call_with(function, rest, arrays)))
         guard = _crash_guard(tuner, inv) or contextlib.nullcontext
         with guard(cfg):
             bench.run(handle)
@@ -216,7 +214,7 @@ def _blaming(name: str, method: str) -> Iterator[None]:
 def _refused(
     kernel: Kernel[Any, Any], inv: Invocation[Any, Any], configs: Sequence[Any]
 ) -> dict[str, list[str]]:
-    """Candidates that cannot serve the call, whatever an earlier run measured, with reasons."""
+    """Candidates that do not support the call, whatever an earlier run measured, with reasons."""
     return {
         stable_json(cfg): reasons
         for cfg in configs
@@ -248,24 +246,17 @@ def _random_cotangents(
         if function is None:
             continue
         try:
-            out = jax.eval_shape(lambda *a, f=function: _call(f, rest, a), *arrays)
+            out = jax.eval_shape(lambda *a, f=function: call_with(f, rest, a), *arrays)
             cotangents = random_like(
                 [leaf for leaf in jax.tree.leaves(out) if is_inexact(leaf)], seed=1
             )
-            jax.eval_shape(
-                lambda *a, f=function, c=cotangents: _call(with_gradients(f, names), rest, a, c),
-                *arrays,
-            )
+            both = with_gradients(function, names)
+            jax.eval_shape(lambda *a, f=both, c=cotangents: call_with(f, rest, a, c), *arrays)
         except Exception as error:  # noqa: BLE001  whatever it is, the result says so
             reason = f"{type(error).__name__}: {error}"
         else:
             return list(cotangents)
     return reason
-
-
-def _call(function: Function, rest: StaticPart, arrays: tuple[Any, ...], *before: Any) -> Any:
-    args, kwargs = rest.merge(arrays)
-    return function(*before, *args, **kwargs)
 
 
 def with_gradients(function: Function, names: tuple[str, ...]) -> Function:
@@ -281,7 +272,7 @@ def with_gradients(function: Function, names: tuple[str, ...]) -> Function:
 
         def forward(*values: Any) -> Any:
             filled = dict(zip(wanted, values, strict=True))
-            return _call(function, rest, tuple(filled.get(i, x) for i, x in enumerate(arrays)))
+            return call_with(function, rest, tuple(filled.get(i, x) for i, x in enumerate(arrays)))
 
         out, pull_back = jax.vjp(forward, *(arrays[i] for i in wanted))
         supply = iter(cotangents)

@@ -6,14 +6,15 @@ import collections
 import copy
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Self
 
 import jax
 
+from ..config.functions import Function, call_with
 from ..config.outcome import Outcome, TuningFailed
 from ..core.static_part import StaticPart, split
-from .bench import Bench, Clock, Function, LocalBench
+from .bench import Bench, Clock, LocalBench
 from .clock import Stopwatch, typical
 from .inputs import outside_trace, random_like
 from .progress import Progress
@@ -176,12 +177,6 @@ class Tuner:
 
             return WorkerBench(arrays, clock=self.clock)
         return LocalBench(arrays, self.timer, self.clock)
-
-
-def call_with(function: Function, rest: StaticPart, arrays: Sequence[Any]) -> Any:
-    """Call a function with arrays put back among its other arguments."""
-    args, kwargs = rest.merge(arrays)
-    return function(*args, **kwargs)
 
 
 def _flat(function: Function, rest: StaticPart) -> Function:

@@ -19,8 +19,9 @@ from typing import Any, Self, TypeVar
 import jax
 from jax import export
 
+from ...config.functions import Function
 from ...utils.fingerprint import current_device
-from ..bench import CandidateError, Clock, Function, Lowered
+from ..bench import CandidateError, Clock, Lowered
 from ..judge import NonDeterminism, differs
 from .process import SHARED, START_SECONDS, WorkerLost, WorkerUnavailable, worker_pid
 from .program_export import Input, exported
