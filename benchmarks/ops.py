@@ -3,8 +3,8 @@
     python benchmarks/ops.py [operation ...] [--seconds 4] [--only TEXT] [--json FILE]
 
 What is compared stands in `benchmarks/operations/<operation>.py`. Results are checked first; then
-all contenders run in turns. A ratio is our time over the peer's, so less than 1 is faster. It exits
-with 1 if a promised ratio is not kept. `pip install torch==2.13.0` adds torch as a peer.
+all candidates run interleaved. A ratio is our time over the peer's, so less than 1 is faster. It
+exits with 1 if a promised ratio is not kept. `pip install torch==2.13.0` adds torch as a peer.
 """
 
 from __future__ import annotations

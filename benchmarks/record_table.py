@@ -27,7 +27,10 @@ from jax import lax
 
 from ejkernel.ops.config.space import Space
 from ejkernel.ops.tuner.clock import Stopwatch, typical
-from ejkernel.ops.tuner.replay import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.replay import Table
 
 TABLES = Path(__file__).parent / "tables"
 FEWEST_ROUNDS = 15

@@ -265,7 +265,7 @@ def _write(parts: dict[str, str], public: str | None) -> None:
     known = [parts[title] for title in order if title in parts]
     head = (
         "# Measured results\n\nWritten by `make bench`. Every figure comes from the command above "
-        "it, run on the machine below it; contenders run in turns. The machine is shared "
+        "it, run on the machine below it; candidates run interleaved. The machine is shared "
         "with others, so single figures waver: look at the spread.\n"
     )
     PAGE.write_text("\n".join([head, *known]), encoding="utf-8")

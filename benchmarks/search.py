@@ -8,9 +8,9 @@ The spaces are those of `record_table.py`, each of more than 250 candidates. Con
 - the same numbers of candidates, chosen at random;
 - everything: all candidates compiled, checked and raced. It runs once, it takes long.
 
-The truth (`truth.py`) is measured afterwards: all picks and the twenty that "everything" found
-fastest, compiled once, in many interleaved rounds. Outputs are checked by the tuner against the
-plain reference before a time counts.
+The reference times (`reference_times.py`) are measured afterwards: all picks and the twenty that
+"everything" found fastest, compiled once, in many interleaved rounds. Outputs are checked by the
+tuner against the plain reference before a time counts.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from record_table import Experiment, experiments
-from truth import Truth
+from reference_times import ReferenceTimes
 
-from ejkernel.ops.tuner.outcome import Outcome, Verdict
+from ejkernel.ops.config.outcome import Outcome, Verdict
+from ejkernel.ops.tuner.run import TuningTask
 from ejkernel.ops.tuner.tuner import Tuner
-from ejkernel.ops.tuner.work import Work
 
-TRUTH_ROUNDS = 200
+REFERENCE_ROUNDS = 200
 
 
-def work_of(experiment: Experiment) -> Work:
+def work_of(experiment: Experiment) -> TuningTask:
     """The experiment as the tuner takes it, the heuristic config first."""
     configs = [cfg for cfg in experiment.space if cfg != experiment.heuristic]
-    return Work(
+    return TuningTask(
         experiment.title,
         lambda cfg: lambda *args: experiment.kernel(*args, cfg),
         tuple(map(jnp.asarray, experiment.inputs)),
         {},
         [experiment.heuristic, *configs],
         reference=experiment.reference,
-        favourite=experiment.heuristic,
+        baseline=experiment.heuristic,
     )
 
 
-def timed(work: Work, **options: Any) -> tuple[Outcome[Any], float]:
+def timed(work: TuningTask, **options: Any) -> tuple[Outcome[Any], float]:
     """What a tuner with these options finds, and how long it takes from nothing."""
     jax.clear_caches()
     start = time.perf_counter()
@@ -57,7 +57,7 @@ def timed(work: Work, **options: Any) -> tuple[Outcome[Any], float]:
     return outcome, time.perf_counter() - start
 
 
-def truth_of(experiment: Experiment, configs: Iterable[Any]) -> Truth:
+def reference_times_of(experiment: Experiment, configs: Iterable[Any]) -> ReferenceTimes:
     """Careful times of some configs, by their names."""
     inputs = tuple(map(jnp.asarray, experiment.inputs))
     calls = {}
@@ -65,9 +65,9 @@ def truth_of(experiment: Experiment, configs: Iterable[Any]) -> Truth:
         program = jax.jit(lambda *args, cfg=cfg: experiment.kernel(*args, cfg))
         compiled = program.lower(*inputs).compile()
         calls[str(cfg)] = lambda compiled=compiled: compiled(*inputs)
-    truth = Truth(calls)
-    truth.measure(TRUTH_ROUNDS)
-    return truth
+    times = ReferenceTimes(calls)
+    times.measure(REFERENCE_ROUNDS)
+    return times
 
 
 def main() -> None:
@@ -94,23 +94,23 @@ def main() -> None:
     fastest = sorted(measured, key=lambda trial: trial.seconds or 0.0)[:20]
     picks = [cfg for found in runs.values() for cfg, _ in found]
     wanted = {str(c): c for c in [everything.best, *(t.cfg for t in fastest), *picks]}
-    truth = truth_of(experiment, wanted.values())
-    everything_beside_best = truth.beside_the_best(str(everything.best))
+    times = reference_times_of(experiment, wanted.values())
+    everything_versus_best = times.versus_the_best(str(everything.best))
     rows = [
         {
-            "contender": "everything",
-            "chosen / best": everything_beside_best,
-            "worst": everything_beside_best,
+            "tuner": "everything",
+            "chosen / best": everything_versus_best,
+            "worst": everything_versus_best,
             "seconds": all_seconds,
             "wall / everything": 1.0,
         }
     ]
     for name, found in runs.items():
-        ratios = [truth.beside_the_best(str(cfg)) for cfg, _ in found]
+        ratios = [times.versus_the_best(str(cfg)) for cfg, _ in found]
         seconds = statistics.median(taken for _, taken in found)
         rows.append(
             {
-                "contender": name,
+                "tuner": name,
                 "chosen / best": statistics.fmean(ratios),
                 "worst": max(ratios),
                 "seconds": seconds,
@@ -124,11 +124,11 @@ def main() -> None:
         f"{experiment.title}: {count} candidates, {options.repeats} repeats, "
         f"jax {jax.__version__}, Python {platform.python_version()}"
     )
-    names = ("contender", "chosen/best", "worst", "seconds", "wall/everything")
+    names = ("tuner", "chosen/best", "worst", "seconds", "wall/everything")
     print("{:28} {:>11} {:>7} {:>8} {:>16}".format(*names))
     for row in rows:
         print(
-            f"{row['contender']:28} {row['chosen / best']:11.3f} {row['worst']:7.3f} "
+            f"{row['tuner']:28} {row['chosen / best']:11.3f} {row['worst']:7.3f} "
             f"{row['seconds']:8.1f} {row['wall / everything']:16.2f}"
         )
 

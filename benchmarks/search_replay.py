@@ -22,7 +22,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ejkernel.ops.tuner.replay import Table, replay_at
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.replay import Table, replay_at
 
 TABLES = Path(__file__).parent / "tables"
 SHARES = (0.1, 0.2, 0.4)

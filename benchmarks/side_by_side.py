@@ -1,6 +1,6 @@
 """Time functions beside each other: correctness first, then interleaved rounds, ratios with spread.
 
-Machines are shared and noisy, so no time stands alone: every round runs all contenders once, in an
+Machines are shared and noisy, so no time stands alone: every round runs all candidates once, in an
 order that changes, and what is compared are the best and the median of the same rounds.
 """
 
@@ -84,7 +84,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Seconds of one contender in every round."""
+    """Seconds of one candidate in every round."""
 
     seconds: tuple[float, ...]
 
@@ -153,11 +153,11 @@ def prepared(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Prepar
     return Prepared(lambda: jax.block_until_ready(compiled(*arguments)), compiled)
 
 
-def program_text(contender: Prepared) -> str | None:
+def program_text(candidate: Prepared) -> str | None:
     """The compiled program, without the names that its parts have; None for what is no program."""
-    if contender.program is None:
+    if candidate.program is None:
         return None
-    text = contender.program.as_text()
+    text = candidate.program.as_text()
     # In front of the computations stand its name and tables of source lines.
     start = re.search(r"(?m)^(?:ENTRY )?%", text)
     if start is None or "ENTRY" not in text:
@@ -190,11 +190,11 @@ def trace_times(comparison: Comparison, names: Iterable[str], rounds: int = 9) -
     return {name: Times(tuple(taken)) for name, taken in samples.items()}
 
 
-def check_agreement(comparison: Comparison, contenders: Mapping[str, Prepared]) -> None:
-    """Raise unless all contenders give the same."""
-    mine = jax.tree.leaves(contenders[OURS]())
+def check_agreement(comparison: Comparison, candidates: Mapping[str, Prepared]) -> None:
+    """Raise unless all candidates give the same."""
+    mine = jax.tree.leaves(candidates[OURS]())
     for name in comparison.peers:
-        theirs = jax.tree.leaves(contenders[name]())
+        theirs = jax.tree.leaves(candidates[name]())
         if len(mine) != len(theirs):
             raise AssertionError(f"{comparison.name}: {name} returns {len(theirs)} arrays")
         for index, (x, y) in enumerate(zip(mine, theirs, strict=True)):
@@ -209,7 +209,7 @@ def check_agreement(comparison: Comparison, contenders: Mapping[str, Prepared]) 
 
 
 def race(
-    contenders: Mapping[str, Callable[[], Any]],
+    candidates: Mapping[str, Callable[[], Any]],
     seconds: float = 4.0,
     rounds: tuple[int, int] = (5, 60),
 ) -> dict[str, Times]:
@@ -218,9 +218,9 @@ def race(
     Three are enough where a single one takes longer than that: nothing that long is noise. If one
     of them is no JAX function, each waits until the threads of the one before have come to rest.
     """
-    order, chance = list(contenders), random.Random(0)
-    others = any(isinstance(c, Prepared) and c.program is None for c in contenders.values())
-    for call in contenders.values():
+    order, chance = list(candidates), random.Random(0)
+    others = any(isinstance(c, Prepared) and c.program is None for c in candidates.values())
+    for call in candidates.values():
         call()
     samples: dict[str, list[float]] = {name: [] for name in order}
     start = time.perf_counter()
@@ -236,13 +236,13 @@ def race(
             if others:
                 time.sleep(REST_SECONDS)
             begin = time.perf_counter()
-            contenders[name]()
+            candidates[name]()
             samples[name].append(time.perf_counter() - begin)
     return {name: Times(tuple(taken)) for name, taken in samples.items()}
 
 
 def ratios(times: Mapping[str, Times], limits: Mapping[str, float]) -> list[Ratio]:
-    """Ours against every other contender."""
+    """Ours against every other candidate."""
     mine, found = times[OURS], []
     for name, theirs in times.items():
         if name == OURS:
@@ -265,14 +265,14 @@ def ratios(times: Mapping[str, Times], limits: Mapping[str, float]) -> list[Rati
 def compare(comparison: Comparison, seconds: float = 4.0) -> tuple[dict[str, Times], list[Ratio]]:
     """Check a comparison, then time it."""
     arguments = comparison.arguments()
-    contenders = {
+    candidates = {
         name: prepared(function, arguments)
         for name, function in {OURS: comparison.ours, **comparison.peers}.items()
     }
-    check_agreement(comparison, contenders)
-    times = race(contenders, seconds)
-    mine = program_text(contenders[OURS])
+    check_agreement(comparison, candidates)
+    times = race(candidates, seconds)
+    mine = program_text(candidates[OURS])
     return times, [
-        dataclasses.replace(ratio, same_program=program_text(contenders[ratio.peer]) == mine)
+        dataclasses.replace(ratio, same_program=program_text(candidates[ratio.peer]) == mine)
         for ratio in ratios(times, comparison.limits)
     ]

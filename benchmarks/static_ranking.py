@@ -22,10 +22,10 @@ import jax.numpy as jnp
 from ejkernel import targets
 from ejkernel.kernels.flash_attention.kernel import FlashAttention, FlashAttentionConfig
 from ejkernel.ops import FwdParams, Kernel, Tuner
-from ejkernel.ops.execution.tables import brief, text_table
-from ejkernel.ops.tuner.outcome import Verdict
+from ejkernel.ops.config.outcome import Verdict
 from ejkernel.ops.tuner.session import function_maker, tune_invocation
 from ejkernel.ops.utils import environment
+from ejkernel.ops.utils.display import brief, text_table
 from ejkernel.targets.lowering import lower
 
 

@@ -1,4 +1,4 @@
-"""The tuner beside two others: how good is the pick, how long does it take, does it repeat itself.
+"""The tuner versus two others: how good is the pick, how long does it take, does it repeat itself.
 
     python benchmarks/tuner.py [--repeats 6] [--json]
 
@@ -9,9 +9,10 @@ Contenders, on the same two 16-candidate kernels in the same run, in turns:
 - naive: the loop that most projects write, "1 warm-up, mean of 3", one candidate after the other;
 - tune-jax: the published tuner, if it is installed (`pip install tune-jax`).
 
-The truth (`truth.py`) is measured between the repeats, because neighbours on a shared machine
-change which config is best. Regret is how much slower a contender's pick is than the true best; a
-little less than zero is noise. Every candidate's output is checked against the reference first.
+The reference times (`reference_times.py`) are measured between the repeats, because neighbours on a
+shared machine change which config is best. Regret is how much slower a tuner's pick is than the
+true best; a little less than zero is noise. Every candidate's output is checked against the
+reference first.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from truth import Truth
+from reference_times import ReferenceTimes
 
+from ejkernel.ops.tuner.run import TuningTask
 from ejkernel.ops.tuner.tuner import Tuner
-from ejkernel.ops.tuner.work import Work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,13 +112,13 @@ def ours(
     seed: int,
     **options: Any,
 ) -> Any:
-    work = Work(
+    work = TuningTask(
         "benchmark",
         lambda cfg: lambda *args: function(*args, cfg),
         args,
         {},
         configs,
-        favourite=configs[0],
+        baseline=configs[0],
     )
     return Tuner(seed=seed, progress=False, **options).tune(work).best
 
@@ -153,7 +154,9 @@ def tune_jax(
     return Blocks(**tuned.optimal_hyperparams)
 
 
-def truth_of(function: Callable[..., Any], args: tuple[Any, ...], configs: list[Any]) -> Truth:
+def reference_times_of(
+    function: Callable[..., Any], args: tuple[Any, ...], configs: list[Any]
+) -> ReferenceTimes:
     """To measure all candidates carefully, once they are seen to agree."""
     calls = {}
     for cfg in configs:
@@ -162,50 +165,50 @@ def truth_of(function: Callable[..., Any], args: tuple[Any, ...], configs: list[
     reference = np.asarray(calls[configs[0]]())
     for call in calls.values():
         np.testing.assert_allclose(np.asarray(call()), reference, rtol=1e-3, atol=1e-3)
-    return Truth(calls)
+    return ReferenceTimes(calls)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=60, help="rounds of the truth")
+    parser.add_argument("--rounds", type=int, default=60, help="rounds of the reference times")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     isolated = functools.partial(ours, isolation="process")
-    contenders = {"ours": ours, "isolated": isolated, "naive": naive}
+    tuners = {"ours": ours, "isolated": isolated, "naive": naive}
     if importlib.util.find_spec("tune_jax") is not None:
-        contenders["tune-jax"] = tune_jax
+        tuners["tune-jax"] = tune_jax
     rows = []
     for name, (function, args, configs) in cases().items():
-        picks: dict[str, list[Any]] = {c: [] for c in contenders}
-        seconds: dict[str, list[float]] = {c: [] for c in contenders}
-        truth = truth_of(function, args, configs)
+        picks: dict[str, list[Any]] = {c: [] for c in tuners}
+        seconds: dict[str, list[float]] = {c: [] for c in tuners}
+        times = reference_times_of(function, args, configs)
         for repeat in range(options.repeats):
-            order = list(contenders)
+            order = list(tuners)
             random.Random(repeat).shuffle(order)  # so that leftovers hit nobody in particular
-            for contender in order:
-                tune = contenders[contender]
+            for tuner in order:
+                tune = tuners[tuner]
                 jax.clear_caches()
                 gc.collect()
                 time.sleep(0.5)
                 start = time.perf_counter()
-                picks[contender].append(tune(function, args, configs, repeat))
-                seconds[contender].append(time.perf_counter() - start)
-            truth.measure(math.ceil(options.rounds / options.repeats))
-        for contender in contenders:
-            regrets = [truth.beside_the_best(cfg) - 1 for cfg in picks[contender]]
+                picks[tuner].append(tune(function, args, configs, repeat))
+                seconds[tuner].append(time.perf_counter() - start)
+            times.measure(math.ceil(options.rounds / options.repeats))
+        for tuner in tuners:
+            regrets = [times.versus_the_best(cfg) - 1 for cfg in picks[tuner]]
             rows.append(
                 {
                     "case": name,
-                    "contender": contender,
+                    "tuner": tuner,
                     "mean regret": statistics.mean(regrets),
                     "worst regret": max(regrets),
-                    "winners": len(set(picks[contender])),
+                    "winners": len(set(picks[tuner])),
                     "spread of winners": max(regrets) - min(regrets),
-                    "seconds": statistics.median(seconds[contender]),
+                    "seconds": statistics.median(seconds[tuner]),
                     "ours / this": statistics.median(
                         mine / theirs
-                        for mine, theirs in zip(seconds["ours"], seconds[contender], strict=True)
+                        for mine, theirs in zip(seconds["ours"], seconds[tuner], strict=True)
                     ),
                 }
             )
@@ -213,11 +216,11 @@ def main() -> None:
         print(json.dumps(rows, indent=1))
         return
     print(f"jax {jax.__version__}, Python {platform.python_version()}, {options.repeats} repeats")
-    names = ("case", "contender", "regret", "worst", "winners", "seconds", "ours/this")
+    names = ("case", "tuner", "regret", "worst", "winners", "seconds", "ours/this")
     print("{:20} {:10} {:>7} {:>7} {:>8} {:>8} {:>10}".format(*names))
     for row in rows:
         print(
-            f"{row['case']:20} {row['contender']:10} {row['mean regret']:7.1%} "
+            f"{row['case']:20} {row['tuner']:10} {row['mean regret']:7.1%} "
             f"{row['worst regret']:7.1%} {row['winners']:8d} {row['seconds']:8.2f} "
             f"{row['ours / this']:10.2f}"
         )

@@ -16,6 +16,7 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from benchmarks.ops import run_bound
+from benchmarks.reference_times import ReferenceTimes
 from benchmarks.side_by_side import (
     OURS,
     Bound,
@@ -29,7 +30,6 @@ from benchmarks.side_by_side import (
     ratios,
     trace_times,
 )
-from benchmarks.truth import Truth
 
 X = jnp.ones((4, 8))
 
@@ -98,29 +98,29 @@ class NoisyWatch:
         return self._call()
 
 
-def noisy_truth(seconds, seed):
+def noisy_times(seconds, seed):
     noise = random.Random(seed)
     calls = {
         name: lambda mean=mean: mean * (1 + noise.expovariate(2)) for name, mean in seconds.items()
     }
-    truth = Truth(calls, NoisyWatch)
-    truth.measure(60)
-    return truth
+    times = ReferenceTimes(calls, NoisyWatch)
+    times.measure(60)
+    return times
 
 
 def test_among_equals_nobody_seems_slower_than_the_best():
     """Beside the smallest of thirty noisy times, each of thirty equals would look slower."""
     found = []
     for seed in range(20):
-        truth = noisy_truth(dict.fromkeys(range(30), 1.0), seed)
-        found += [truth.beside_the_best(name) for name in range(30)]
+        times = noisy_times(dict.fromkeys(range(30), 1.0), seed)
+        found += [times.versus_the_best(name) for name in range(30)]
     assert statistics.fmean(found) == pytest.approx(1.0, abs=0.01)
 
 
 def test_what_is_slower_than_the_best_is_seen_to_be():
-    truths = [noisy_truth({"best": 1.0, "slow": 1.5, "slower": 2.0}, seed) for seed in range(20)]
+    all_times = [noisy_times({"best": 1.0, "slow": 1.5, "slower": 2.0}, seed) for seed in range(20)]
     for name, expected in (("best", 1.0), ("slow", 1.5), ("slower", 2.0)):
-        mean = statistics.fmean(truth.beside_the_best(name) for truth in truths)
+        mean = statistics.fmean(times.versus_the_best(name) for times in all_times)
         assert mean == pytest.approx(expected, rel=0.05)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import dataclasses
 import gc
@@ -316,17 +315,3 @@ def test_an_overlay_around_calls_traces_once_and_keeps_nothing():
     gc.collect()
     assert len(gc.get_objects()) - objects < 100
     assert programs() == before
-
-
-def test_a_task_that_enters_many_overlays_queues_one_step():
-    async def main():
-        loop = asyncio.get_running_loop()
-        other = asyncio.create_task(asyncio.sleep(0))
-        for _ in range(100):
-            with overlay_cache({"scale": Config(3.0)}):
-                pass
-        queued = len(loop._ready)
-        await other
-        return queued
-
-    assert asyncio.run(main()) < 5

@@ -21,10 +21,9 @@ from ejkernel.ops import (
     Tuner,
     autotune,
 )
+from ejkernel.ops.config.outcome import Outcome, Trial, Verdict
 from ejkernel.ops.execution.results import Skipped
-from ejkernel.ops.tuner.notebook import NotebookBar, in_notebook
-from ejkernel.ops.tuner.outcome import Outcome, Trial, Verdict
-from ejkernel.ops.tuner.progress import Bar
+from ejkernel.ops.tuner.progress import Bar, NotebookBar, in_notebook
 
 HOSTILE = "<script>alert(1)</script> | `x` [y](z)"
 
@@ -51,8 +50,8 @@ def test_results():
         [Skipped("other", HOSTILE)],
     )
     html, markdown = shown_safely(result)
-    assert "0.50" in html
-    assert "0.50" in markdown
+    assert "2.00" in html
+    assert "2.00" in markdown
     assert "not tuned: other" in html
     assert str(result).startswith("tuned for cpu|x\noperation")
 

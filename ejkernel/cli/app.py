@@ -134,7 +134,7 @@ def _explained(error: Exception) -> tuple[str, Exit]:
         ("ejkernel.targets.catalog", "TargetError", Exit.INPUT),
         ("ejkernel.report.plain", "NotARun", Exit.INPUT),
         ("ejkernel.ops.utils.environment", "VariableError", Exit.USAGE),
-        ("ejkernel.ops.tuner.process", "WorkerUnavailable", Exit.INPUT),
+        ("ejkernel.ops.tuner.isolation.process", "WorkerUnavailable", Exit.INPUT),
     ]
     for module, name, code in kinds:
         # Only a module that is loaded can have raised it; loading it here would import JAX.

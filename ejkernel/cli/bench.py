@@ -1,4 +1,4 @@
-"""`ejkernel bench`: a function with its heuristic configs and with the stored ones, in turns."""
+"""`ejkernel bench`: a function with its heuristic configs and with the stored ones, interleaved."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def bench(
     seconds: float,
     modules: tuple[str, ...],
 ) -> int:
-    """Run a function with heuristic configs and with the stored ones, in turns, and compare.
+    """Run a function with heuristic configs and with the stored ones, interleaved, and compare.
 
     MODULE:FUNCTION is what `ejkernel tune` takes. Nothing is tuned and nothing is stored. Ends with
     1 if nothing is stored for any of its operations.

@@ -238,7 +238,7 @@ def _native() -> Iterator[Finding]:
 
 
 def _crashes() -> Iterator[Finding]:
-    from ..ops.tuner.journal import Journal
+    from ..ops.tuner.isolation.journal import Journal
     from ..ops.utils.environment import NoHomeFolder
 
     try:

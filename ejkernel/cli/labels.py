@@ -26,8 +26,8 @@ def labels(state: State, file: str, source: str | None) -> int:
     """
     text = read_program(file)
     from ..ops import device_fingerprint
+    from ..ops.core.specification import describe_specification
     from ..ops.utils.meta import find_stamps_in_text, parse_label
-    from ..ops.utils.specification import describe_specification
 
     place = open_place(source, or_nowhere=True)
     stored = {tuple(entry["key"]): entry for entry in place.entries()}

@@ -45,7 +45,7 @@ def write(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Say something beside the answer: on the standard error, where no program reads it."""
+    """Say something apart from the answer: on the standard error, where no program reads it."""
     sys.stderr.write(printable(text, keep="\n") + "\n")
     sys.stderr.flush()
 

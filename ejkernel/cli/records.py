@@ -127,7 +127,7 @@ def answer(
             milliseconds(operation.seconds),
             ratio(operation.seconds, operation.heuristic_seconds),
             brief(operation.config),
-            "cut short" if operation.incomplete else "",
+            "interrupted" if operation.incomplete else "",
         )
         for operation in run.operations
     ]
@@ -147,7 +147,7 @@ def answer(
     else:
         shown.append(kept)
     if any(operation.incomplete for operation in run.operations) and not interrupted:
-        shown.append("cut short by a limit; the same command goes on where it stopped")
+        shown.append("interrupted by a limit; the same command goes on where it stopped")
     written = (("record", file), ("report", page))
     if file is not None or page is not None:
         shown.append(", ".join(f"{what}: {path}" for what, path in written if path))

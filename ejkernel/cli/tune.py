@@ -37,7 +37,7 @@ class Ray:
 
     MODULE:FUNCTION (or FILE.py:FUNCTION) is a function of yours without arguments: {HOW}.
 
-    What is tuned already is not measured again, and a run that was cut short, by a limit or by
+    What is tuned already is not measured again, and a run that was interrupted, by a limit or by
     Ctrl-C, goes on where it stopped when the same command is typed again."""
 )
 @click.argument("name", metavar="[MODULE:FUNCTION]", required=False)
@@ -82,7 +82,7 @@ class Ray:
 )
 @click.option("--record", metavar="FILE", help="Where the record of the run is written.")
 @click.option("--report", "page", metavar="FILE", help="Write a report too: .html, .md or .json.")
-@click.option("--progress/--no-progress", default=None, help="Bars.  [default: in a terminal]")
+@click.option("--progress/--no-progress", default=None, help="A bar.  [default: in a terminal]")
 @options.common
 @options.with_state
 def tune(
@@ -127,7 +127,7 @@ def tune(
     from ..ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Tuner
 
     keys = {inv.key for inv in invocations_of(found)}
-    watch = Watch(len(keys), progress)
+    watch = Watch(len(keys))
     if seconds is not None:  # of the whole run; the tuner's are those of one operation
         seconds /= max(1, len([key for key in keys if not _is_finished(store, key)]))
     tuner = Tuner(
@@ -136,8 +136,7 @@ def tune(
         evaluations=evaluations,
         strategy=strategy,
         isolation=isolation,  # type: ignore[arg-type]
-        progress=False,
-        on_step=watch.on_step,
+        progress=progress,
     )
     policy = AutotunePolicy(validate_backward=backward, strict=False)
     selector = ConfigSelectorChain(ConfigCache(), policy, tuner, store, on_event=watch.on_event)
@@ -145,8 +144,7 @@ def tune(
     model, trouble, interrupted = None, "", False
     start = time.perf_counter()
     try:
-        with watch:
-            result = _tuned(selector, found, program, cluster, progress)
+        result = _tuned(selector, found, program, cluster, progress)
         took = time.perf_counter() - start
         if bench and subject is not None and result.entries:
             model, trouble = _before_and_after(subject, result)

@@ -3,7 +3,7 @@
 Who traces a call first claims its key in the job's key-value store, decides (and tunes, if the
 policy allows it) and publishes the decision; who comes later reads it, or waits for it. There is no
 barrier and no collective, so it does not matter that only some processes trace an operation, or in
-which order. While it decides, a process gives signs of life, so that the others can tell one that
+which order. While it decides, a process gives heartbeats, so that the others can tell one that
 is slow from one that is dead.
 
 What the program itself says, `cfg=` and overlays, is the same in every process already and is not
@@ -23,21 +23,21 @@ from concurrent.futures import Future
 import jax
 
 from .. import __version__
-from ..ops.config import ambient
+from ..ops.config import context
 from ..ops.config.agreement import AgreementError, AgreementTimeout, Answer
 from ..ops.config.decision import Decision
 from ..ops.config.tiers import Request
 from ..ops.utils import environment
 from ..ops.utils.stable import short_hash
 from .coordination import CoordinationService, connect
-from .heart import Beating, Listening, beat_interval, longest_silence
+from .heartbeat import Heartbeat, HeartbeatMonitor, heartbeat_interval, longest_silence
 from .message import Message, described
 
 PREFIX = "ejkernel/agreement/1"
 """Where everything is in the job's store; the number is that of this protocol."""
 
 SLICE = 2.0
-"""Seconds between two looks for signs of life; Ctrl-C is heard in between, too."""
+"""Seconds between two looks for heartbeats; Ctrl-C is heard in between, too."""
 
 _ALIKE = (
     environment.AUTOTUNE,
@@ -48,7 +48,7 @@ _ALIKE = (
 )
 """Settings that change decisions, programs or how to wait: to be the same in every process."""
 
-_DECIDING = ambient.Layer("deciding for all processes")
+_DECIDING = context.Layer("deciding for all processes")
 
 
 class JobAgreement:
@@ -118,12 +118,12 @@ class JobAgreement:
 
     @contextlib.contextmanager
     def _deciding(self, question: str) -> Iterator[None]:
-        every = beat_interval(environment.AGREEMENT_SECONDS.seconds())
+        every = heartbeat_interval(environment.AGREEMENT_SECONDS.seconds())
         self._here.deciding = True
         try:
             # In the jit key, because what is traced meanwhile is answered here alone: a program of
             # the caller's must never find it in JAX's cache.
-            with ambient.Block(_DECIDING), Beating(self.service, f"{question}/alive", every):
+            with context.Block(_DECIDING), Heartbeat(self.service, f"{question}/alive", every):
                 yield
         finally:
             self._here.deciding = False
@@ -153,14 +153,14 @@ class JobAgreement:
     def _wait(self, question: str, request: Request) -> Message:
         limit = environment.AGREEMENT_SECONDS.seconds()
         start = time.monotonic()
-        listening = Listening(self.service, f"{question}/alive")
+        monitor = HeartbeatMonitor(self.service, f"{question}/alive")
         waited = 0.0
         while waited < limit:
             text = self.service.get(f"{question}/answer", min(SLICE, limit - waited))
             if text is not None:
                 return Message.loads(text)
             waited = time.monotonic() - start
-            silent = listening.silent_for()
+            silent = monitor.silent_for()
             if silent >= longest_silence(limit):
                 raise self._timeout(question, request, waited, silent)
         raise self._timeout(question, request, waited)
@@ -177,7 +177,7 @@ class JobAgreement:
         )
         if silent is not None:
             text += (
-                f"process {process} has given no sign of life for {silent:.1f} s and is probably "
+                f"process {process} has given no heartbeat for {silent:.1f} s and is probably "
                 f"dead; see its output. ({name}={limit:g} allows for a silence of "
                 f"{longest_silence(limit):g} s.)"
             )

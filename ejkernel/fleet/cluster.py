@@ -22,13 +22,13 @@ from ..ops.core.types import ConfigKey
 from ..ops.execution.offline import labelled_invocations
 from ..ops.execution.results import AutotuningResult, Entry, Skipped
 from ..ops.registry import get_invocations
-from ..ops.tuner.isolation import CARRIED_SETTINGS
+from ..ops.tuner.isolation.worker_bench import CARRIED_SETTINGS
 from ..ops.tuner.progress import Bar
 from ..ops.tuner.tuner import Tuner
 from ..ops.utils.fingerprint import device_fingerprint, device_kind
 from ..ops.utils.meta import label
 from . import ray_session
-from .orders import Order, Report, Terms, carry_out, order_of
+from .jobs import Job, JobResult, JobSettings, job_of, run_job
 from .ray_session import Resources
 
 logger = logging.getLogger(__name__)
@@ -92,17 +92,17 @@ def tune_on_cluster(
       What was tuned, or known already, and in `skipped` what could not be, with the reason.
     """
     _check_arguments(selector, workers, retries)
-    terms = _terms(selector)
-    orders, skipped = _orders(what)
-    reports: list[tuple[_Task, Report]] = []
-    if orders:
+    settings = _job_settings(selector)
+    jobs, skipped = _jobs(what)
+    results: list[tuple[_Task, JobResult]] = []
+    if jobs:
         with ray_session.session(address) as (ray, started):
             kinds = _kinds_of_device(ray, resources, started)
-            tasks = [_Task(inv, order, taken) for inv, order in orders for taken in kinds]
-            run = _Run(ray, terms, workers, retries)
+            tasks = [_Task(inv, job, taken) for inv, job in jobs for taken in kinds]
+            run = _ClusterRun(ray, settings, workers, retries)
             with Bar("tuning on the cluster", progress) as bar:
-                reports = list(run.all(tasks, bar))
-    return _result(selector, reports, skipped)
+                results = list(run.all(tasks, bar))
+    return _result(selector, results, skipped)
 
 
 # --- what to do ----------------------------------------------------------------------------------
@@ -110,10 +110,10 @@ def tune_on_cluster(
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
-    """An order, what it takes of a machine, and how often its worker was lost."""
+    """A job, what it takes of a machine, and how often its worker was lost."""
 
     inv: Invocation[Any, Any]
-    order: Order
+    job: Job
     resources: Resources
     lost: int = 0
 
@@ -141,7 +141,7 @@ def _check_arguments(selector: Any, workers: Any, retries: Any) -> None:
         raise ValueError(f"tune_on_cluster: retries={retries!r} must be a whole number >= 0")
 
 
-def _terms(selector: ConfigSelectorChain) -> Terms:
+def _job_settings(selector: ConfigSelectorChain) -> JobSettings:
     import jax
 
     store, tuner = selector.persistent, selector.tuner
@@ -149,20 +149,20 @@ def _terms(selector: ConfigSelectorChain) -> Terms:
     if isinstance(store.path, pathlib.Path):  # a worker may have another current folder
         store = PersistentCache(store.path.absolute())
     names = ("warmup", "iters", "effort", "seconds", "evaluations", "strategy", "isolation", "seed")
-    return Terms(
+    return JobSettings(
         store=store,
         policy=effective_policy(selector.policy, selector.selector_id),
         tuner={name: getattr(tuner, name) for name in names},
         # Which device is used follows from the resources, not from what this process uses.
-        settings={
+        jax={
             name: getattr(jax.config, name) for name in CARRIED_SETTINGS if name != "jax_platforms"
         },
     )
 
 
-def _orders(what: Any) -> tuple[list[tuple[Invocation[Any, Any], Order]], list[Skipped]]:
-    """An order for each distinct call, and what cannot be ordered."""
-    orders: dict[tuple[str, str], tuple[Invocation[Any, Any], Order]] = {}
+def _jobs(what: Any) -> tuple[list[tuple[Invocation[Any, Any], Job]], list[Skipped]]:
+    """A job for each distinct call, and what cannot be sent."""
+    jobs: dict[tuple[str, str], tuple[Invocation[Any, Any], Job]] = {}
     skipped: dict[Skipped, None] = {}  # a set that keeps the order
     for inv, reason in _found(what):
         if reason is not None:
@@ -172,12 +172,12 @@ def _orders(what: Any) -> tuple[list[tuple[Invocation[Any, Any], Order]], list[S
             raise TypeError(
                 f"tune_on_cluster: expected an Invocation, got {inv!r} ({type(inv).__name__})"
             )
-        order = order_of(inv)
-        if isinstance(order, str):
-            skipped[_skipped(inv, order)] = None
+        job = job_of(inv)
+        if isinstance(job, str):
+            skipped[_skipped(inv, job)] = None
         else:
-            orders.setdefault((order.op_id, order.call_key), (inv, order))
-    return list(orders.values()), list(skipped)
+            jobs.setdefault((job.op_id, job.call_key), (inv, job))
+    return list(jobs.values()), list(skipped)
 
 
 def _found(what: Any) -> Iterable[tuple[Invocation[Any, Any] | None, Skipped | None]]:
@@ -217,19 +217,19 @@ def _skipped(inv: Invocation[Any, Any], reason: str) -> Skipped:
 # --- doing it ------------------------------------------------------------------------------------
 
 
-class _Run:
+class _ClusterRun:
     """Hands out tasks, and hands them out again if their worker is lost."""
 
-    def __init__(self, ray: Any, terms: Terms, workers: int | None, retries: int) -> None:
+    def __init__(self, ray: Any, settings: JobSettings, workers: int | None, retries: int) -> None:
         self.ray = ray
-        self.terms = terms
+        self.settings = settings
         self.workers = workers
         self.retries = retries
         # Ray's own retries are off: it does not count them where a worker ran out of memory.
-        self.remote = ray.remote(max_retries=0)(carry_out)
+        self.remote = ray.remote(max_retries=0)(run_job)
 
-    def all(self, tasks: Sequence[_Task], bar: Bar) -> Iterator[tuple[_Task, Report]]:
-        """Every task with its report, as they come in."""
+    def all(self, tasks: Sequence[_Task], bar: Bar) -> Iterator[tuple[_Task, JobResult]]:
+        """Every task with its result, as they come in."""
         waiting = collections.deque(tasks)
         running: dict[Any, _Task] = {}
         bar.update(total=len(tasks))
@@ -241,12 +241,12 @@ class _Run:
                 done, _ = self.ray.wait(list(running), timeout=1.0)  # a pause to hear Ctrl-C
                 for reference in done:
                     task = running.pop(reference)
-                    report = self._report(reference, task)
-                    if report is None:
+                    result = self._job_result(reference, task)
+                    if result is None:
                         waiting.append(dataclasses.replace(task, lost=task.lost + 1))
                         continue
-                    bar.update(advance=1, what=task.order.op_id)
-                    yield task, report
+                    bar.update(advance=1, what=task.job.op_id)
+                    yield task, result
         finally:
             if running:
                 self._interrupt(list(running))
@@ -259,27 +259,27 @@ class _Run:
 
     def _start(self, task: _Task) -> Any:
         options = ray_session.task_options(task.resources)
-        remote = self.remote.options(**options, name=f"tune {task.order.op_id}")
-        return remote.remote(task.order, ray_session.device_kind_of(task.resources), self.terms)
+        remote = self.remote.options(**options, name=f"tune {task.job.op_id}")
+        return remote.remote(task.job, ray_session.device_kind_of(task.resources), self.settings)
 
-    def _report(self, reference: Any, task: _Task) -> Report | None:
+    def _job_result(self, reference: Any, task: _Task) -> JobResult | None:
         """What a task says; None if its worker was lost and it is to be tried again."""
         errors = self.ray.exceptions
         try:
-            report = self.ray.get(reference)
+            result = self.ray.get(reference)
         except errors.RayTaskError as error:  # raised by our own code, or while loading it
-            return Report(f"the worker raised {error.cause!r}")
+            return JobResult(f"the worker raised {error.cause!r}")
         except errors.RayError as error:
             if task.lost >= self.retries:
-                return Report(f"its worker was lost {task.lost + 1} times: {error}")
+                return JobResult(f"its worker was lost {task.lost + 1} times: {error}")
             logger.warning(
                 "ejkernel: the worker that tuned %s was lost (%s); it is tried again",
-                task.order.op_id,
+                task.job.op_id,
                 type(error).__name__,
             )
             return None
-        assert isinstance(report, Report)
-        return report
+        assert isinstance(result, JobResult)
+        return result
 
 
 # --- what came of it -----------------------------------------------------------------------------
@@ -287,19 +287,19 @@ class _Run:
 
 def _result(
     selector: ConfigSelectorChain,
-    reports: Sequence[tuple[_Task, Report]],
+    results: Sequence[tuple[_Task, JobResult]],
     skipped: list[Skipped],
 ) -> ClusterResult:
     entries: dict[str, list[Entry]] = collections.defaultdict(list)
-    for task, report in reports:
-        entry = _entry(task.inv, report)
+    for task, result in results:
+        entry = _entry(task.inv, result)
         if isinstance(entry, str):
             skipped.append(_skipped(task.inv, entry))
             continue
-        entries[report.device].append(entry)
-        key = ConfigKey(report.device, entry.op_id, entry.call_key)
+        entries[result.device].append(entry)
+        key = ConfigKey(result.device, entry.op_id, entry.call_key)
         selector.cache.put_quietly(key, entry.cfg)
-        _check_stored(selector, key, report)
+        _check_stored(selector, key, result)
     here = device_fingerprint()
     if here not in entries and entries:
         here = max(entries, key=lambda device: len(entries[device]))
@@ -309,26 +309,26 @@ def _result(
     return ClusterResult(here, entries[here], skipped, others)
 
 
-def _entry(inv: Invocation[Any, Any], report: Report) -> Entry | str:
-    if report.refused:
-        return report.refused
+def _entry(inv: Invocation[Any, Any], result: JobResult) -> Entry | str:
+    if result.refused:
+        return result.refused
     assert inv.kernel is not None
     try:
-        cfg = inv.kernel.check_config(report.rebuilt(inv.kernel), "a worker found")
+        cfg = inv.kernel.check_config(result.rebuilt(inv.kernel), "a worker found")
     except (TypeError, ValueError) as error:
-        return f"{report.host} tuned it, but its config cannot be used here: {error}"
+        return f"{result.host} tuned it, but its config cannot be used here: {error}"
     return Entry(
         inv.key.op_id,
         inv.key.call_key,
         cfg,
         inv.signature,
-        report.seconds,
-        report.heuristic_seconds,
-        f"{report.reason}, on {report.host}",
+        result.seconds,
+        result.heuristic_seconds,
+        f"{result.reason}, on {result.host}",
     )
 
 
-def _check_stored(selector: ConfigSelectorChain, key: ConfigKey, report: Report) -> None:
+def _check_stored(selector: ConfigSelectorChain, key: ConfigKey, result: JobResult) -> None:
     store = selector.persistent
     assert store is not None
     if key not in store:
@@ -336,6 +336,6 @@ def _check_stored(selector: ConfigSelectorChain, key: ConfigKey, report: Report)
             "ejkernel: %s was tuned on %s, but %s, as this machine sees it, does not have it. A "
             "path must be on a file system that all machines share; or give the URL of a server",
             key,
-            report.host,
+            result.host,
             store.path,
         )

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..ops.config.agreement import AgreementError, Answer
-from ..ops.config.decision import Decision, Passed
+from ..ops.config.decision import Decision, TierMiss
 from ..ops.config.tiers import Request
 from ..ops.utils.serialize import qualified_name, to_plain
 
@@ -85,9 +85,9 @@ class Message:
             about=self.decision["about"],
         )
 
-    def _passed(self, written: Sequence[Sequence[str]]) -> tuple[Passed, ...]:
+    def _passed(self, written: Sequence[Sequence[str]]) -> tuple[TierMiss, ...]:
         return tuple(
-            Passed(f"{tier} in process {self.process}", reason) for tier, reason in written
+            TierMiss(f"{tier} in process {self.process}", reason) for tier, reason in written
         )
 
     def rebuilt(self, request: Request) -> Any:
@@ -110,7 +110,7 @@ def described(request: Request) -> str:
     return f"{request.key.op_id}({request.inv.signature}), key {request.key.call_key}"
 
 
-def _written(passed: Iterable[Passed]) -> list[list[str]]:
+def _written(passed: Iterable[TierMiss]) -> list[list[str]]:
     return [[one.tier, one.reason] for one in passed]
 
 

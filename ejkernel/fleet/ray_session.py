@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 Resources = Mapping[str, float]
 """What a task takes of a machine, in Ray's words: `{"CPU": 8}`, `{"GPU": 1, "CPU": 4}`."""
 
-_OBJECT_STORE = 100 * 2**20  # bytes; orders and reports are small, Ray would take a third of memory
+_OBJECT_STORE = 100 * 2**20  # bytes; jobs and results are small, Ray would take a third of memory
 
 
 def load() -> Any:

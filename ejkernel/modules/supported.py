@@ -9,8 +9,7 @@ from typing import Any
 from ejkernel.ops import Kernel, device_kind
 from ejkernel.ops.core.methods import DEVICE_KINDS
 from ejkernel.ops.core.supports import REFERENCE
-from ejkernel.ops.execution.tables import as_text
-from ejkernel.ops.utils.display import Displayed, Shown
+from ejkernel.ops.utils.display import Displayed, Shown, as_text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,8 @@ from .config import (
     stats,
     verify_bundle,
 )
+from .config.agreement import provide_agreement
+from .config.tuning import provide_measuring
 from .core import (
     BatchAxes,
     Cfg,
@@ -76,6 +78,7 @@ from .utils import (
     stable_json,
     to_json,
 )
+from .utils.meta import provide_default_selector
 
 if TYPE_CHECKING:
     from .tuner.tuner import Tuner
@@ -150,9 +153,27 @@ __all__ = [
 ]
 
 
+# --- putting the layers together: what a lower one calls of a higher one is handed to it here -----
+
+
+def _measuring() -> Any:
+    from .tuner import session
+
+    return session
+
+
+def _job_agreement() -> Any:
+    from ..fleet.agreement import job_agreement
+
+    return job_agreement()
+
+
+provide_measuring(_measuring)
+provide_agreement(_job_agreement)
+provide_default_selector(lambda: default_executor().selector)
+
+
 def __getattr__(name: str) -> Any:
     if name == "Tuner":  # the measuring parts are loaded when something is measured
-        from .tuner.tuner import Tuner
-
-        return Tuner
+        return _measuring().Tuner
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -28,7 +28,7 @@ def before_and_after(
     seconds: float = 60.0,
     what: str = "the whole model",
 ) -> BeforeAfter:
-    """Run a function with the heuristic configs and with a result's, in turns, and compare.
+    """Run a function with the heuristic configs and with a result's, interleaved, and compare.
 
     Args:
       function: what was tuned; it is jitted unless it is already.

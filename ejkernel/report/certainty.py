@@ -75,7 +75,7 @@ def _method(run: Run) -> tuple[str, ...]:
     return (
         "Every config was compiled, run, and its output compared with the reference before its "
         "time counted; one that is wrong, fails or changes its mind is never chosen.",
-        "The rest ran in turns, in a changing order, so that a slow moment of the machine hits "
+        "The rest ran interleaved, in a changing order, so that a slow moment of the machine hits "
         "all of them alike. A time is the mean of the fastest two thirds of the samples.",
         "“Before” is the heuristic config, the one used without tuning. It ran in the same race to "
         "its end, and is replaced only by one that is faster by more than the noise.",
@@ -83,8 +83,8 @@ def _method(run: Run) -> tuple[str, ...]:
         "is like; of fewer than seven rounds they are all that was seen.",
         *(
             (
-                "The whole model ran with the heuristic configs and with the tuned ones in turns, "
-                f"{len(run.model.before)} times each, on the wall clock.",
+                "The whole model ran with the heuristic configs and with the tuned ones, "
+                f"interleaved, {len(run.model.before)} times each, on the wall clock.",
             )
             if run.model is not None
             else ()

@@ -97,7 +97,7 @@ def facts(device: str) -> dict[str, str]:
 
 
 def gain_of(slower: Sequence[float], faster: Sequence[float], times: float | None = None) -> Gain:
-    """How many times faster the second is, by the samples that both took in turns.
+    """How many times faster the second is, by the samples that both took interleaved.
 
     The limits hold the median of the ratios with 98 % certainty, however the noise is distributed,
     and are never closer than the race's own standard errors; of fewer than seven rounds they are
@@ -179,7 +179,7 @@ def _from_about(
     trials: Sequence[Mapping[str, Any]],
     origin: str,
 ) -> Operation:
-    """An operation from what is kept beside a config; whatever is missing there is left out."""
+    """An operation from what is stored with a config; whatever is missing there is left out."""
     candidates = tuple(_candidate(trial) for trial in trials)
     heuristic, sure, found = about.get("heuristic"), about.get("sure"), about.get("versions")
     by_config = {_name(candidate.config): candidate for candidate in candidates}

@@ -72,18 +72,18 @@ def _nothing(operation: Operation) -> Markup:
 def _plot(operation: Operation, name: str) -> Markup:
     measured = operation.with_verdict("measured")
     rejected = operation.with_verdict(*REJECTED)
-    twins = operation.with_verdict("duplicate")
+    duplicates = operation.with_verdict("duplicate")
     known = {*REJECTED, "measured", "duplicate"}
     rest = tuple(c for c in operation.candidates if c.verdict not in known)
     axis = time_axis(measured)
     ticks = axis.ticks()
     rows = candidate_rows(operation, measured[:MOST_ROWS], axis)
     rows += _refused_rows(operation, rejected[:MOST_ROWS], "rejected")
-    rows += _refused_rows(operation, twins[:MOST_ROWS], "twin")
+    rows += _refused_rows(operation, duplicates[:MOST_ROWS], "duplicate")
     groups = (
         ("measured", len(measured), "measured"),
         ("rejected", len(rejected), "rejected"),
-        ("twin", len(twins), "same program as another"),
+        ("duplicate", len(duplicates), "same program as another"),
     )
     filters = [
         tag(
@@ -106,7 +106,7 @@ def _plot(operation: Operation, name: str) -> Markup:
         )
     remarks += [
         f"Of {len(group)} {title}, the first {MOST_ROWS} are listed."
-        for group, title in ((measured, "measured"), (rejected, "rejected"), (twins, "equal"))
+        for group, title in ((measured, "measured"), (rejected, "rejected"), (duplicates, "equal"))
         if len(group) > MOST_ROWS
     ]
     return tag(

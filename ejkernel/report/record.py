@@ -68,7 +68,7 @@ class Candidate:
 
     Attributes:
       config: the config as plain data.
-      verdict: `measured`, `wrong`, `failed`, …: the values of `ejkernel.ops.tuner.outcome.Verdict`.
+      verdict: `measured`, `wrong`, `failed`, …: the values of `Verdict`.
       seconds: its time per call.
       samples: the samples behind that, in the order in which they were taken.
       reason: why it has no time, or a remark.
@@ -101,7 +101,7 @@ class Operation:
       measured: what was timed, `forward` or `forward and backward`.
       clock: whose time that is, the `device`'s or the `wall` clock's.
       sure: the race ended because the winner was sure; None if that is not known.
-      incomplete: why the run was cut short, or nothing.
+      incomplete: why the run was interrupted, or nothing.
       took: seconds that tuning it took.
       origin: where the config comes from, in words.
       when: the moment it was stored.
@@ -172,12 +172,12 @@ class NotTuned:
 
 @dataclasses.dataclass(frozen=True)
 class BeforeAfter:
-    """The whole function with the heuristic configs and with the tuned ones, in turns.
+    """The whole function with the heuristic configs and with the tuned ones, interleaved.
 
     Attributes:
       what: what was run.
       before: seconds of each run with the heuristic configs.
-      after: seconds of each run with the tuned ones, run `i` right beside run `i` before.
+      after: seconds of each run with the tuned ones, run `i` right next to run `i` before.
       gain: how many times faster it became.
       difference: the largest difference between the outputs, relative to their size.
       notes: remarks.
@@ -245,7 +245,7 @@ class Run:
         """The record of what `autotune`, `autotune_recorded` or `autotune_lowered` gave.
 
         Operations that were tuned in an earlier run have their candidates in the store: give
-        `store=`, and they are in the record too. `environment` is shown beside the usual facts.
+        `store=`, and they are in the record too. `environment` is shown with the usual facts.
         """
         from .collect import run_of_result
 

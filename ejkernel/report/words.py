@@ -12,7 +12,7 @@ from .record import Gain, Operation, Run
 
 Level = Literal["sure", "likely", "open", "unknown"]
 
-REJECTED = ("wrong", "not deterministic", "failed", "unsupported")
+REJECTED = ("wrong", "non-deterministic", "failed", "unsupported")
 
 
 def duration(seconds: float | None) -> str:
@@ -85,7 +85,7 @@ def how_sure(operation: Operation) -> Finding:
     if operation.incomplete:
         return Finding(
             "open",
-            "cut short",
+            "interrupted",
             f"The run ended early ({operation.incomplete}); the best so far is used, and the next "
             "run goes on where this one stopped.",
         )
@@ -171,7 +171,7 @@ def _of_model(run: Run) -> Headline:
             "sure" if known else "unknown",
             "sure" if known else "one run only",
             f"The speed-up lies between {limits(gain, 'and')}, by {len(model.before)} runs of each "
-            "in turns."
+            "interleaved."
             if known
             else "It was run once, so nothing is known of the noise.",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from ..ops.execution.tables import text_table
+from ..ops.utils.display import text_table
 from .catalog import TARGETS, Target
 from .compiler import compiler_versions, missing, probe
 

@@ -11,8 +11,7 @@ from ..ops.core.invocation import Invocation
 from ..ops.core.kernel import Kernel
 from ..ops.core.limits import reasons_against_config
 from ..ops.core.types import ConfigKey
-from ..ops.execution.tables import as_text, brief
-from ..ops.utils.display import Displayed, Shown
+from ..ops.utils.display import Displayed, Shown, as_text, brief
 from ..ops.utils.serialize import to_plain
 from .catalog import Target, TargetError, find
 from .compiler import compile_all, require

@@ -15,8 +15,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ..ops.tuner.process import START_SECONDS, Process, WorkerLost, WorkerUnavailable
-from ..ops.tuner.worker import Header
+from ..ops.tuner.isolation.process import START_SECONDS, Process, WorkerLost, WorkerUnavailable
+from ..ops.tuner.isolation.worker import Header
 from ..ops.utils import environment
 from ..ops.utils.stable import short_hash
 from ..store.private import PrivateFolder

@@ -1,7 +1,7 @@
 """From a kernel and a config to the program that a target's compiler is given.
 
 It happens in the caller's process, where the kernel lives: plain JAX lowers for any platform. What
-travels to the compiler is the StableHLO module; what the jaxpr says about launches, loops, flops
+is sent to the compiler is the StableHLO module; what the jaxpr says about launches, loops, flops
 and bytes is read here, because no compiler tells it for a Pallas kernel.
 """
 
@@ -20,11 +20,11 @@ import numpy as np
 from jax import export
 
 from ..native.calling import in_exports
+from ..ops.config.functions import function_maker
 from ..ops.core.kernel import Kernel
 from ..ops.core.static_part import split
 from ..ops.tuner.inputs import batched_shapes, outside_trace
-from ..ops.tuner.session import function_maker
-from ..ops.tuner.worker import ANY_CUSTOM_CALL, Header
+from ..ops.tuner.isolation.worker import ANY_CUSTOM_CALL, Header
 from ..ops.utils.fingerprint import as_if_on
 from ..ops.utils.locations import without_locations
 from ..ops.utils.serialize import dtype_name

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..ops.core.invocation import Invocation
 from ..ops.core.kernel import Kernel
-from ..ops.tuner.pruning import Pruned
+from ..ops.tuner.search.pruning import Pruned
 from ..ops.utils.fingerprint import current_device, device_kind
 from .catalog import TARGETS, Target, TargetError, find
 from .checking import COMPILE_SECONDS, check_call

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from ..ops.tuner.worker import ANY_CUSTOM_CALL, Header, serve_parent
+from ..ops.tuner.isolation.worker import ANY_CUSTOM_CALL, Header, serve_parent
 from .catalog import GpuLimits, Target
 from .figures import read_cuda_dump, read_tpu_dump
 
@@ -93,7 +93,7 @@ def _abstract(plain: list[Any], sharding: Any = None) -> jax.ShapeDtypeStruct:
 
 
 def _exported(header: Header, platform: str, module: bytes) -> export.Exported:
-    """The program as `jax.export` knows it; see `ejkernel.ops.tuner.worker` for why like this."""
+    """The program as `jax.export` knows it; see `tuner/isolation/worker.py` for why."""
     outputs = [_abstract(plain) for plain in header["outputs"]]
     trivial = jax.jit(lambda _: [jnp.zeros(out.shape, out.dtype) for out in outputs])
     exporting = export.export(trivial, platforms=[platform], disabled_checks=ANY_CUSTOM_CALL)
@@ -119,7 +119,7 @@ def _cost(compiled: Any) -> dict[str, float]:
 
 
 def target_from_plain(plain: dict[str, Any]) -> Target:
-    """A target as it travels, as `dataclasses.asdict` made it."""
+    """A target as it is sent, as `dataclasses.asdict` made it."""
     gpu = plain["gpu"]
     return Target(**{**plain, "gpu": None if gpu is None else GpuLimits(**gpu)})
 

@@ -49,7 +49,7 @@ def ej(cache, capsys):
 
 @pytest.fixture
 def store(cache):
-    """The usual store, with two entries put there by hand and one that was cut short."""
+    """The usual store, with two entries put there by hand and one that was interrupted."""
     import jax.numpy as jnp
     from small_model import Config, row_sum
 

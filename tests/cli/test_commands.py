@@ -197,7 +197,7 @@ def test_every_command_has_help_json_and_debug(ej):
 def test_a_budget_cuts_short_and_the_next_run_goes_on(ej):
     first = ej("tune", "small_model:tuned", "--evaluations", "1", "--no-bench")
     assert first.code == 0, first.err
-    assert "cut short by a limit" in first.out
+    assert "interrupted by a limit" in first.out
     second = ej("tune", "small_model:tuned", "--no-bench", "--json")
     assert second.data["operations"][0]["incomplete"] == ""
 

@@ -27,8 +27,8 @@ from ejkernel.ops import (
     import_bundle,
     verify_bundle,
 )
+from ejkernel.ops.config.outcome import Outcome, Trial, Verdict
 from ejkernel.ops.execution.results import Skipped
-from ejkernel.ops.tuner.outcome import Outcome, Trial, Verdict
 from ejkernel.report import Operation, Run, render
 from ejkernel.store import Bundle
 

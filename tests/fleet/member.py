@@ -73,7 +73,7 @@ class Rows(Kernel[Config, jax.Array]):
 
 
 class OwnTaste(Tuner):
-    """Measures nothing: every process has another favourite, and another one for every shape."""
+    """Measures nothing: every process has another best config, and another one for every shape."""
 
     def autotune(self, make_fn, args, kwargs, candidates):
         return candidates[(RANK + args[0].size // 8) % len(candidates)]

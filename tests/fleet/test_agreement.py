@@ -218,7 +218,7 @@ def test_a_killed_decider_is_noticed_before_the_limit(failing):
         assert one["error"] == "AgreementTimeout"
         assert f"process {number} waited" in one["message"]
         assert "dying@v1(float32[8]), key " in one["message"]
-        assert "process 2 has given no sign of life for" in one["message"]
+        assert "process 2 has given no heartbeat for" in one["message"]
         assert "EJKERNEL_AGREEMENT_SECONDS=8" in one["message"]
         assert LIMIT / 2 <= waited(one) < LIMIT
 

@@ -13,7 +13,7 @@ import pytest
 from cluster_kernels import Config, Halves
 
 from ejkernel.fleet import ClusterResult, ray_session, tune_on_cluster
-from ejkernel.fleet.orders import Order, Report, Terms, carry_out, order_of
+from ejkernel.fleet.jobs import Job, JobResult, JobSettings, job_of, run_job
 from ejkernel.ops import (
     AutotunePolicy,
     AutotuningResult,
@@ -37,27 +37,27 @@ def selector(store):
     return ConfigSelectorChain(ConfigCache(), tuner=Tuner(effort="quick"), persistent=store)
 
 
-def terms_of(store, **settings):
-    return Terms(store, AutotunePolicy(), {"effort": "quick"}, settings)
+def settings_of(store, **settings):
+    return JobSettings(store, AutotunePolicy(), {"effort": "quick"}, settings)
 
 
 # --- what travels --------------------------------------------------------------------------------
 
 
-def test_an_order_is_carried_out_once_and_then_found(store, tmp_path):
+def test_a_job_is_run_once_and_then_found(store, tmp_path):
     halves = Halves()
     inv = halves.bind(X)
-    order = pickle.loads(pickle.dumps(order_of(inv)))
-    assert order == Order("halves@v1", inv.call_key, order.specification)
-    terms = pickle.loads(pickle.dumps(terms_of(store)))
-    report = carry_out(order, "cpu", terms)
-    assert not report.refused
-    assert report.device == device_fingerprint()
-    assert report.reason.startswith("measured 2 of 2 candidates")
-    assert report.rebuilt(inv.kernel) == store.get(inv.key)
-    again = carry_out(order, "cpu", terms)
+    job = pickle.loads(pickle.dumps(job_of(inv)))
+    assert job == Job("halves@v1", inv.call_key, job.specification)
+    settings = pickle.loads(pickle.dumps(settings_of(store)))
+    result = run_job(job, "cpu", settings)
+    assert not result.refused
+    assert result.device == device_fingerprint()
+    assert result.reason.startswith("measured 2 of 2 candidates")
+    assert result.rebuilt(inv.kernel) == store.get(inv.key)
+    again = run_job(job, "cpu", settings)
     assert again.reason.startswith("stored on ")
-    assert (again.config, again.seconds) == (report.config, report.seconds)
+    assert (again.config, again.seconds) == (result.config, result.seconds)
     assert len((tmp_path / "ejkernel-cache" / "tunings").read_text().splitlines()) == 1
 
 
@@ -65,29 +65,29 @@ def test_what_cannot_travel_says_why():
     class Inside(Halves):
         pass
 
-    assert "Inside cannot be imported by a worker" in order_of(Inside().bind(X))
-    assert "cannot be written down" in order_of(Halves().bind(lambda x: x))
+    assert "Inside cannot be imported by a worker" in job_of(Inside().bind(X))
+    assert "cannot be written down" in job_of(Halves().bind(lambda x: x))
 
 
 def test_a_worker_refuses_what_it_cannot_do(store):
-    order = order_of(Halves().bind(X))
-    wrong_device = carry_out(order, "gpu", terms_of(store))
+    job = job_of(Halves().bind(X))
+    wrong_device = run_job(job, "gpu", settings_of(store))
     assert "JAX finds a cpu there and no gpu" in wrong_device.refused
-    unknown = Order("gone@v1", "0" * 16, "{'op':'gone@v1','kernel':'no.such:Thing','args':[]}")
-    assert "No module named 'no'" in carry_out(unknown, "cpu", terms_of(store)).refused
-    other_call = Order("halves@v1", "0" * 16, order.specification)
-    assert "it is another call" in carry_out(other_call, "cpu", terms_of(store)).refused
+    unknown = Job("gone@v1", "0" * 16, "{'op':'gone@v1','kernel':'no.such:Thing','args':[]}")
+    assert "No module named 'no'" in run_job(unknown, "cpu", settings_of(store)).refused
+    other_call = Job("halves@v1", "0" * 16, job.specification)
+    assert "it is another call" in run_job(other_call, "cpu", settings_of(store)).refused
     assert len(store) == 0
 
 
 def test_jax_settings_travel(store):
     with jax.enable_x64(True):
         inv = Halves().bind(jax.ShapeDtypeStruct((8,), "float64"))
-        order = order_of(inv)
+        job = job_of(inv)
     try:
-        assert "it is another call" in carry_out(order, "cpu", terms_of(store)).refused
-        report = carry_out(order, "cpu", terms_of(store, jax_enable_x64=True))
-        assert not report.refused
+        assert "it is another call" in run_job(job, "cpu", settings_of(store)).refused
+        result = run_job(job, "cpu", settings_of(store, jax_enable_x64=True))
+        assert not result.refused
     finally:
         jax.config.update("jax_enable_x64", False)
 
@@ -134,9 +134,9 @@ class FakeRay:
 
         return lambda function: types.SimpleNamespace(options=options)
 
-    def start(self, order, kind, terms):
+    def start(self, job, kind, settings):
         assert kind == "cpu"
-        reference = (order.call_key, len(self.started))
+        reference = (job.call_key, len(self.started))
         self.started.append(reference)
         return reference
 
@@ -163,7 +163,7 @@ def ray_with(monkeypatch):
 
 def report_of(rows, device="cpu|there"):
     name = f"{Config.__module__}:Config"
-    return Report(
+    return JobResult(
         device=device, host="there", config={"rows": rows}, config_type=name, reason="measured"
     )
 
@@ -228,7 +228,7 @@ def test_several_kinds_of_device_are_results_of_their_own(selector, ray_with):
 
 def test_a_config_that_does_not_fit_here_is_skipped(selector, ray_with):
     (inv,) = calls(1)
-    ray_with({inv.call_key: [Report(device="cpu|x", host="there", config={"columns": 1})]})
+    ray_with({inv.call_key: [JobResult(device="cpu|x", host="there", config={"columns": 1})]})
     (skipped,) = tune_on_cluster(selector, [inv]).skipped
     assert "there tuned it, but its config cannot be used here" in skipped.reason
 

@@ -24,7 +24,7 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.config.freshness import made_by
 from ejkernel.ops.core.limits import reasons_against_config
-from ejkernel.ops.tuner.journal import Journal, _crash_name
+from ejkernel.ops.tuner.isolation.journal import Journal, _crash_name
 from ejkernel.report import Run, render
 from ejkernel.store import StoreError
 from ejkernel.store.bundle import BundleError

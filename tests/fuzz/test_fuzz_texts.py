@@ -43,12 +43,12 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.config.stored import reload_bundles
 from ejkernel.ops.core.limits import reasons_against_config
-from ejkernel.ops.utils.meta import find_stamps_in_text, parse_label
-from ejkernel.ops.utils.specification import (
+from ejkernel.ops.core.specification import (
     SpecificationError,
     describe_specification,
     read_specification,
 )
+from ejkernel.ops.utils.meta import find_stamps_in_text, parse_label
 from ejkernel.report import NotARun, Run, render
 from ejkernel.store import Bundle
 from ejkernel.store.bundle import BundleError

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from ejkernel.kernels.flash_attention import FlashAttention, FlashAttentionConfig
 from ejkernel.modules import flash_attention
 from ejkernel.ops import BwdParams, FwdParams, Tuner, policy_override
-from ejkernel.ops.tuner.outcome import Verdict
+from ejkernel.ops.config.outcome import Verdict
 from ejkernel.ops.tuner.session import tune_invocation
 
 pytestmark = pytest.mark.usefixtures("native_library")

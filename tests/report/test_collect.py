@@ -1,4 +1,4 @@
-"""From a real tuning run to a record: fresh, from the store, cut short, with hostile names."""
+"""From a real tuning run to a record: fresh, from the store, interrupted, with hostile names."""
 
 from __future__ import annotations
 

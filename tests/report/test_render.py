@@ -169,7 +169,7 @@ def test_nothing_measured_is_said():
         ({}, "sure"),
         ({"sure": False}, "likely the best"),
         ({"sure": False, "gain": Gain(1.02, 0.99, 1.05)}, "close"),
-        ({"incomplete": "60 seconds are spent"}, "cut short"),
+        ({"incomplete": "60 seconds are spent"}, "interrupted"),
         ({"sure": False, "gain": None}, "not known"),
         ({"seconds": None, "candidates": ()}, "not measured"),
     ],

@@ -20,7 +20,7 @@ import warnings
 import pytest
 
 from ejkernel.native import Library, loading, state, toolchain
-from ejkernel.ops.tuner.journal import Journal
+from ejkernel.ops.tuner.isolation.journal import Journal
 from ejkernel.report import Run
 from ejkernel.store.private import FolderRefused, PrivateFolder
 
@@ -175,7 +175,7 @@ MAKE = """
 import os, pathlib, sys
 from ejkernel.native import Library, state
 from ejkernel.ops import PersistentCache
-from ejkernel.ops.tuner.journal import Journal
+from ejkernel.ops.tuner.isolation.journal import Journal
 from ejkernel.report import Run
 from ejkernel.cli.records import save_record
 library = Library("tiny", pathlib.Path(sys.argv[1]), ("which",))

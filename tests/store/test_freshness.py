@@ -17,7 +17,7 @@ from ejkernel.ops import (
     Tuner,
     policy_override,
 )
-from ejkernel.ops.config.freshness import State, judge
+from ejkernel.ops.config.freshness import EntryState, judge
 from ejkernel.ops.config.selection import Sources
 from ejkernel.ops.utils.provenance import versions
 
@@ -133,7 +133,7 @@ def test_an_entry_put_by_hand_is_taken_as_it_is(store):
 @pytest.mark.parametrize("odd", [{}, {"versions": 7}, {"versions": {}}, {"versions": ["jaxlib"]}])
 def test_an_entry_that_does_not_know_its_versions_is_not_suspect(odd):
     kernel = First()
-    assert judge(odd, kernel, kernel.bind(X).key).state is State.FRESH
+    assert judge(odd, kernel, kernel.bind(X).key).state is EntryState.FRESH
 
 
 # --- stale ---------------------------------------------------------------------------------------

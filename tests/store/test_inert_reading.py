@@ -38,9 +38,9 @@ from ejkernel.ops import (
     verify_bundle,
 )
 from ejkernel.ops.config.freshness import made_by
+from ejkernel.ops.config.outcome import known_trials
 from ejkernel.ops.config.selection import Sources
 from ejkernel.ops.config.stored import reload_bundles
-from ejkernel.ops.tuner.outcome import known_trials
 from ejkernel.ops.utils.serialize import declare_type, qualified_name
 from ejkernel.report import NotARun, Run
 from ejkernel.store import Bundle, BundleError, StoreError
@@ -163,7 +163,7 @@ def document(config, kernel, config_type=None, **about):
 
 
 def chain(**options):
-    policy = AutotunePolicy(allow_autotune=False, allow_estimates=True)
+    policy = AutotunePolicy(allow_autotune=False)
     return ConfigSelectorChain(ConfigCache(), policy, **options)
 
 
@@ -407,7 +407,7 @@ def test_wrong_types_at_every_place_of_a_bundle(some, tmp_path, monkeypatch, cap
         file.write_text(text)
         reload_bundles()
         decision = chain().decide(inv, kernel)
-        assert decision.tier in ("heuristics", "bundle", "near", "estimated"), (path, wrong)
+        assert decision.tier in ("heuristics", "bundle", "near"), (path, wrong)
         assert kernel.check_config(decision.cfg)
         assert decision.explain()
         try:

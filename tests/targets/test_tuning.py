@@ -12,7 +12,6 @@ from target_kernels import Matmul, Tile
 
 from ejkernel import targets
 from ejkernel.ops import (
-    AutotunePolicy,
     ConfigCache,
     ConfigSelectorChain,
     Kernel,
@@ -22,9 +21,9 @@ from ejkernel.ops import (
     import_bundle,
     verify_bundle,
 )
+from ejkernel.ops.config.outcome import Verdict
 from ejkernel.ops.config.stored import reload_bundles
-from ejkernel.ops.tuner.outcome import Verdict
-from ejkernel.ops.tuner.pruning import Pruned
+from ejkernel.ops.tuner.search.pruning import Pruned
 from ejkernel.ops.tuner.session import tune_invocation
 from ejkernel.store import Bundle
 from ejkernel.targets.checking import Check, CheckResult
@@ -221,18 +220,6 @@ def test_an_estimate_is_not_served_as_a_result(row_sum, bundle):
     decision = selector(autotune=False).decide(row_sum.bind(X), row_sum)
     assert decision.tier == "heuristics"
     assert "has an estimate for this call, and nothing measured" in str(decision)
-
-
-def test_an_estimate_serves_where_the_policy_allows_it_and_says_so(row_sum, bundle):
-    events = []
-    policy = AutotunePolicy(allow_autotune=False, allow_estimates=True)
-    chain = selector(policy=policy, on_event=lambda event, **data: events.append(event))
-    decision = chain.decide(row_sum.bind(X), row_sum)
-    (entry,) = bundle
-    assert (decision.tier, decision.cfg.rows) == ("estimated", entry["config"]["rows"])
-    assert "nothing was measured" in decision.reason
-    assert events == ["estimated"]
-    assert len(chain.cache) == 0  # never kept: it would stand in the way of tuning
 
 
 def test_a_run_on_the_device_races_only_the_best(row_sum, bundle, tmp_path):

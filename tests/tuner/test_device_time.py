@@ -10,8 +10,8 @@ from ejkernel.ops import Tuner
 from ejkernel.ops.tuner.bench import LocalBench
 from ejkernel.ops.tuner.clock import Stopwatch
 from ejkernel.ops.tuner.device_time import DeviceTime, busy_seconds, profile_of
-from ejkernel.ops.tuner.isolation import WorkerBench
-from ejkernel.ops.tuner.work import Work
+from ejkernel.ops.tuner.isolation.worker_bench import WorkerBench
+from ejkernel.ops.tuner.run import TuningTask
 
 X = jnp.ones((8, 8))
 
@@ -100,7 +100,7 @@ def test_a_profiler_that_is_taken_leaves_it_to_the_wall_clock(tmp_path, caplog):
 @pytest.mark.parametrize("isolation", ["none", "process"])
 def test_without_device_time_the_wall_clock_ranks(isolation):
     tuner = Tuner(progress=False, clock="device", isolation=isolation)
-    work = Work("sum", lambda cfg: lambda x: x + cfg, (X,), {}, [1, 2])
+    work = TuningTask("sum", lambda cfg: lambda x: x + cfg, (X,), {}, [1, 2])
     outcome = tuner.tune(work)
     assert outcome.clock == "wall"
     assert outcome.about()["clock"] == "wall"

@@ -20,8 +20,8 @@ from ejkernel.ops import (
     Tuner,
     autotune,
 )
+from ejkernel.ops.config.outcome import TuningFailed, TuningInterrupted, Verdict
 from ejkernel.ops.config.selection import Sources
-from ejkernel.ops.tuner.outcome import TuningFailed, TuningInterrupted, Verdict
 from ejkernel.ops.tuner.session import tune_invocation
 from ejkernel.ops.utils.locations import without_locations
 
@@ -287,10 +287,10 @@ class Hostile(Sum):
 
 
 def test_every_kind_of_hostile_candidate_in_one_run_is_survived_by_a_worker():
-    from ejkernel.ops.tuner import isolation
+    from ejkernel.ops.tuner.isolation import worker_bench
 
     tuner = Tuner(progress=False, isolation="process")
-    tuner.bench = lambda arrays: isolation.WorkerBench(arrays, run_seconds=3.0)
+    tuner.bench = lambda arrays: worker_bench.WorkerBench(arrays, run_seconds=3.0)
     kinds = ("zeros", "nan", "raises", "hangs", "aborts", "terabyte", "shape", "right too")
     outcome = tune(Hostile(*kinds), tuner=tuner)
     assert outcome.best.kind in ("right", "right too")

@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.ops.tuner import isolation, process
 from ejkernel.ops.tuner.bench import CandidateError, LocalBench
-from ejkernel.ops.tuner.isolation import CandidateDied, WorkerBench
-from ejkernel.ops.tuner.process import WorkerUnavailable, stop_worker, worker_pid
-from ejkernel.ops.tuner.worker import NOTICE
+from ejkernel.ops.tuner.isolation import process, worker_bench
+from ejkernel.ops.tuner.isolation.process import WorkerUnavailable, stop_worker, worker_pid
+from ejkernel.ops.tuner.isolation.worker import NOTIFICATION
+from ejkernel.ops.tuner.isolation.worker_bench import CandidateDied, WorkerBench
 
-ROOT = pathlib.Path(isolation.__file__).parents[3]
+ROOT = pathlib.Path(worker_bench.__file__).parents[4]
 X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
 
 
@@ -77,11 +77,11 @@ def gone(pid, seconds=20.0):
 
 
 def test_a_right_program_is_compiled_run_compared_and_timed(bench):
-    truth = ran(bench, double)
-    twin = ran(bench, lambda x: {"out": x + x, "sum": jnp.sum(x.T)})
-    assert bench.compare(twin, truth) is None
-    bench.warm_up(twin, 2)
-    assert all(bench.sample(twin) > 0 for _ in range(3))
+    reference = ran(bench, double)
+    duplicate = ran(bench, lambda x: {"out": x + x, "sum": jnp.sum(x.T)})
+    assert bench.compare(duplicate, reference) is None
+    bench.warm_up(duplicate, 2)
+    assert all(bench.sample(duplicate) > 0 for _ in range(3))
 
 
 def test_wrong_outputs_are_named_as_the_local_bench_names_them(bench):
@@ -93,11 +93,11 @@ def test_wrong_outputs_are_named_as_the_local_bench_names_them(bench):
         "dtype": lambda x: {"out": (x * 2).astype(jnp.bfloat16), "sum": x.sum()},
         "structure": lambda x: [x * 2, x.sum()],
     }
-    truth, local_truth = ran(bench, double), ran(local, double)
+    reference, local_reference = ran(bench, double), ran(local, double)
     for name, function in wrong.items():
-        reason = bench.compare(ran(bench, function), truth)
+        reason = bench.compare(ran(bench, function), reference)
         assert reason is not None, name
-        assert reason == local.compare(ran(local, function), local_truth)
+        assert reason == local.compare(ran(local, function), local_reference)
 
 
 def test_fingerprints_tell_programs_apart(bench):
@@ -147,17 +147,17 @@ def test_unused_inputs_and_python_numbers_and_keys_as_outputs():
         def function(x, unused, key):
             return (x, 3, {"key": jax.random.split(key)[0]})
 
-        truth = ran(bench, function)
-        assert bench.compare(ran(bench, function), truth) is None
+        reference = ran(bench, function)
+        assert bench.compare(ran(bench, function), reference) is None
         other = ran(bench, lambda x, y, key: (x, 3, {"key": jax.random.key(0, impl="rbg")}))
-        assert "output[2]['key']: dtype key<rbg> differs" in bench.compare(other, truth)
+        assert "output[2]['key']: dtype key<rbg> differs" in bench.compare(other, reference)
 
 
 def test_64_bits_are_64_bits():
     with jax.enable_x64(True), WorkerBench([np.float64([1, 1e-12])]) as bench:
-        truth = ran(bench, lambda x: x.sum())
-        assert bench.compare(ran(bench, lambda x: x[0] + x[1]), truth) is None
-        reason = bench.compare(ran(bench, lambda x: (x[0] + x[1]).astype(jnp.float32)), truth)
+        reference = ran(bench, lambda x: x.sum())
+        assert bench.compare(ran(bench, lambda x: x[0] + x[1]), reference) is None
+        reason = bench.compare(ran(bench, lambda x: (x[0] + x[1]).astype(jnp.float32)), reference)
         assert "dtype float32 differs from the reference's float64" in reason
 
 
@@ -172,16 +172,16 @@ def test_inputs_on_several_devices_are_refused():
 def test_another_device_than_the_first():
     array = jax.device_put(X, jax.devices()[-1])
     with WorkerBench([array]) as bench:
-        truth = ran(bench, double)
+        reference = ran(bench, double)
         stop_worker()
-        assert bench.compare(ran(bench, double), truth) is None
+        assert bench.compare(ran(bench, double), reference) is None
 
 
 # --- errors that leave the worker alive ----------------------------------------------------------
 
 
 def test_errors_leave_the_worker_alive(bench):
-    truth = ran(bench, double)
+    reference = ran(bench, double)
     before = worker_pid()
     with pytest.raises(CandidateError, match=r"it needs 1 TiB and .* are available"):
         built(bench, lambda x: jnp.zeros(2**38, jnp.float32) + x[0, 0])
@@ -191,7 +191,7 @@ def test_errors_leave_the_worker_alive(bench):
         bench.lower(lambda x: jax.pure_callback(np.sin, jax.typeof(x), x))
     with pytest.raises(ZeroDivisionError):  # the user's own errors are not wrapped
         bench.lower(lambda x: x * (1 // 0))
-    assert bench.compare(ran(bench, double), truth) is None
+    assert bench.compare(ran(bench, double), reference) is None
     assert worker_pid() == before
 
 
@@ -215,7 +215,7 @@ def test_misuse_is_explained(bench):
 
 def test_crash_and_hang_cost_only_the_culprits():
     with WorkerBench([X], run_seconds=3) as bench:
-        truth, good = ran(bench, double), ran(bench, lambda x: {"out": x + x, "sum": x.sum()})
+        reference, good = ran(bench, double), ran(bench, lambda x: {"out": x + x, "sum": x.sum()})
         bench.warm_up(good, 1)
         deadly, endless = built(bench, crash), built(bench, hang)
 
@@ -226,7 +226,7 @@ def test_crash_and_hang_cost_only_the_culprits():
         # The others live on, with outputs and sample lengths; their executables are loaded.
         compiles = []
         bench._compile, really = compiles.append, bench._compile
-        assert bench.compare(good, truth) is None
+        assert bench.compare(good, reference) is None
         assert bench.sample(good) > 0
         assert compiles == []
         bench._compile = really
@@ -238,21 +238,21 @@ def test_crash_and_hang_cost_only_the_culprits():
         assert gone(after)
         # The culprits stay dead, whatever is asked of them, and so do their twins.
         for culprit in (deadly, endless):
-            for use in (bench.run, bench.sample, lambda handle: bench.compare(handle, truth)):
+            for use in (bench.run, bench.sample, lambda handle: bench.compare(handle, reference)):
                 with pytest.raises(CandidateDied):
                     use(culprit)
             bench.forget(culprit)
         assert worker_pid() is None
         with pytest.raises(CandidateDied, match="SIG"):
             built(bench, crash)
-        assert bench.compare(good, truth) is None
+        assert bench.compare(good, reference) is None
 
 
 def test_a_worker_killed_while_idle_blames_nobody(bench):
-    truth, good = ran(bench, double), ran(bench, double)
+    reference, good = ran(bench, double), ran(bench, double)
     before = worker_pid()
     os.kill(before, signal.SIGKILL)
-    assert bench.compare(good, truth) is None
+    assert bench.compare(good, reference) is None
     assert worker_pid() != before
 
 
@@ -315,10 +315,10 @@ def test_two_threads_take_turns():
     def work(factor):
         try:
             with WorkerBench([X * factor]) as bench:
-                truth = ran(bench, lambda x: X * factor * 2)
+                reference = ran(bench, lambda x: X * factor * 2)
                 for _ in range(3):
                     handle = ran(bench, lambda x: x * 2)
-                    assert bench.compare(handle, truth) is None
+                    assert bench.compare(handle, reference) is None
                     assert bench.sample(handle) > 0
                     bench.forget(handle)
         except BaseException as error:
@@ -369,23 +369,23 @@ def test_a_worker_that_is_lost_while_it_compiles_is_replaced(bench):
     time.sleep(0.3)  # the request is answered, compiling goes on for seconds
     os.kill(worker_pid(), signal.SIGKILL)
     thread.join(120)
-    assert not thread.is_alive()  # it heard of the end, and did not wait for a notice any more
+    assert not thread.is_alive()  # it heard of the end, and waits no longer
     bench.run(compiled[0])
 
 
 @pytest.mark.parametrize("dies_first", [True, False])
 def test_notices_are_heard_before_and_after(dies_first):
     reading, writing = os.pipe()
-    notices = process.Notices(reading)
-    expected, other = notices.expect(7), notices.expect(8)
+    notifications = process.CompileNotifications(reading)
+    expected, other = notifications.expect(7), notifications.expect(8)
     if not dies_first:
-        os.write(writing, struct.pack(NOTICE, 7))
+        os.write(writing, struct.pack(NOTIFICATION, 7))
         assert expected.wait(10)
         assert not other.is_set()
     os.close(writing)
     assert expected.wait(10)
     assert other.wait(10)
-    assert notices.expect(9).wait(10)  # nobody will tell it any more
+    assert notifications.expect(9).wait(10)  # nobody will tell it any more
 
 
 def test_what_compiles_too_long_is_ended_and_stays_dead(bench):
@@ -404,9 +404,9 @@ def start_program(body, folder=None, **environment):
     text = textwrap.dedent(
         """
         import jax, numpy as np, os, sys, time
-        from ejkernel.ops.tuner import isolation
-        from ejkernel.ops.tuner.isolation import WorkerBench
-        from ejkernel.ops.tuner.process import worker_pid
+        from ejkernel.ops.tuner.isolation import worker_bench
+        from ejkernel.ops.tuner.isolation.worker_bench import WorkerBench
+        from ejkernel.ops.tuner.isolation.process import worker_pid
         bench = WorkerBench([np.ones((8, 8), np.float32)], run_seconds=60)
         double = bench.compile(bench.lower(lambda x: x * 2))
         """
@@ -454,7 +454,7 @@ def test_stray_output_and_forks_do_no_harm(tmp_path):
         before = worker_pid()
         assert bench.compare(double, double) is None
         assert worker_pid() == before
-        print("fine", os.fstat(isolation.SHARED.process._log).st_size)
+        print("fine", os.fstat(worker_bench.SHARED.process._log).st_size)
         """,
         folder=tmp_path,
         XLA_FLAGS="--xla_dump_to=-",

@@ -14,14 +14,14 @@ import time
 
 import pytest
 
-from ejkernel.ops.tuner import journal as journal_module
 from ejkernel.ops.tuner import session
-from ejkernel.ops.tuner.journal import Culprit, Journal, default_folder
+from ejkernel.ops.tuner.isolation import journal as journal_module
+from ejkernel.ops.tuner.isolation.journal import Culprit, Journal, default_folder
 
 ROOT = pathlib.Path(journal_module.__file__).parents[3]
 RUNNING = """
 import sys, time
-from ejkernel.ops.tuner.journal import Journal
+from ejkernel.ops.tuner.isolation.journal import Journal
 with Journal(sys.argv[1]).about_to_run("matmul(8,8)", '{"block": 3}'):
     print("running", flush=True)
     time.sleep(600)

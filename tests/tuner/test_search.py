@@ -15,8 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ejkernel.ops.tuner.replay import Table, replay
-from ejkernel.ops.tuner.search import (
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.replay import Table, replay
+from ejkernel.ops.tuner.search.strategies import (
     Candidates,
     Exhaustive,
     ModelGuided,

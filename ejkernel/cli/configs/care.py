@@ -67,7 +67,7 @@ def _problem(entry: Entry) -> str:
 @options.store
 @click.option("--stale", is_flag=True, help="Whose kernel changed since (see --import).")
 @click.option("--suspect", is_flag=True, help="Measured with another compiler.")
-@click.option("--incomplete", is_flag=True, help="Whose tuning was cut short.")
+@click.option("--incomplete", is_flag=True, help="Whose tuning was interrupted.")
 @click.option("--estimated", is_flag=True, help="Ranked by a compiler, never measured.")
 @click.option("--older-than", metavar="AGE", help="Stored before: 90d, 12w, or a date 2026-01-31.")
 @click.option("--all", "everything", is_flag=True, help="All of them (with --op and --device).")
@@ -99,7 +99,7 @@ def prune(
         import_modules(modules)
         reasons.append(lambda entry: _not_fresh(entry, stale, suspect))
     if incomplete:
-        reasons.append(lambda entry: "cut short" if entry["about"].get("incomplete") else "")
+        reasons.append(lambda entry: "interrupted" if entry["about"].get("incomplete") else "")
     if estimated:
         reasons.append(lambda entry: "estimate" if entry["about"].get("estimated") else "")
     if older_than is not None:
@@ -144,7 +144,7 @@ def _confirm(state: State, count: int, shown: str, listed: list[Any]) -> None:
 
 
 def _not_fresh(entry: Entry, stale: bool, suspect: bool) -> str:
-    from ...ops.config.freshness import State as Freshness
+    from ...ops.config.freshness import EntryState as Freshness
     from ...ops.config.freshness import judge
     from ...ops.core import catalog
     from ...ops.core.types import ConfigKey

@@ -169,7 +169,7 @@ def _story(entry: Entry, trials: list[dict[str, Any]]) -> list[str]:
     sure = "the winner was sure" if about.get("sure") else "the rounds ran out: others are near"
     lines.append(f"certainty {sure}")
     if about.get("incomplete"):
-        lines.append(f"cut short {about['incomplete']}; tuning it again goes on from there")
+        lines.append(f"incomplete {about['incomplete']}; tuning it again goes on from there")
     lines += [f"note      {text}" for text in about.get("notes") or ()]
     return lines
 
@@ -240,7 +240,7 @@ def remark(entry: Entry) -> str:
     about = entry["about"]
     if about.get("estimated"):
         return "estimate"
-    return "cut short" if about.get("incomplete") else ""
+    return "interrupted" if about.get("incomplete") else ""
 
 
 def facts(entry: Entry) -> str:

@@ -11,6 +11,7 @@ from .policy import AutotunePolicy, forward_autotune_only, policy_override
 from .selection import ConfigSelectorChain
 from .space import Space
 from .statistics import Stats, reset_stats, stats
+from .tuning import measuring
 
 __all__ = [
     "AutotunePolicy",
@@ -36,7 +37,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "Tuner":
-        from ..tuner.tuner import Tuner
-
-        return Tuner
+        return measuring().Tuner
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

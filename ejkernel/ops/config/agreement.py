@@ -1,8 +1,8 @@
 """One answer for all processes of a job: the seam between selection and `ejkernel.fleet`.
 
 Selection knows nothing of several processes. It asks here whether there are any; only then is
-`ejkernel.fleet` imported, which does the talking. A run of one process pays one attribute look-up
-per traced call.
+`ejkernel.fleet` loaded, which does the talking and which `ejkernel.ops` hands in. A run of one
+process pays one attribute look-up per traced call.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import jax
 
-from .decision import Decision, Passed
+from .decision import Decision, TierMiss
 from .tiers import Request
 
-Answer = Decision[Any] | tuple[Passed, ...]
+Answer = Decision[Any] | tuple[TierMiss, ...]
 """A decision; or, if no source has a config, each source with its reason."""
 
 
@@ -39,11 +39,17 @@ class Agreement(Protocol):
         ...
 
 
+_connect: Callable[[], Agreement | None] | None = None
+
+
+def provide_agreement(connect: Callable[[], Agreement | None]) -> None:
+    """Say how to agree with the other processes of a job; it is called where there are any."""
+    global _connect
+    _connect = connect
+
+
 def agreement_in_force() -> Agreement | None:
     """How to agree with the other processes of this job; None if there are none."""
-    if not jax.distributed.is_initialized():
+    if _connect is None or not jax.distributed.is_initialized():
         return None
-    # Upwards, like a kernel's way to its executor: nothing of it is loaded in a run of one process.
-    from ...fleet.agreement import job_agreement
-
-    return job_agreement()
+    return _connect()

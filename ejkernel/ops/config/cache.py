@@ -11,7 +11,7 @@ from typing import Any, overload
 from ..core.types import ConfigKey
 from ..utils.meta import parse_label
 from ..utils.stable import short_hash, stable_json
-from . import ambient
+from . import context
 
 _ABSENT = object()
 
@@ -85,7 +85,7 @@ class ConfigCache:
             if changed:
                 self._served.discard(key)
         if changed:
-            ambient.forget_traces()
+            context.forget_traces()
 
     @overload
     def get(self, key: Any, /) -> Any: ...
@@ -104,7 +104,7 @@ class ConfigCache:
         with self._lock:
             self._configs.update((as_key((key,), "install"), cfg) for key, cfg in configs.items())
             self.generation += 1
-        ambient.forget_traces()
+        context.forget_traces()
 
     def put_quietly(self, key: Any, cfg: Any) -> None:
         """Like `put`, but programs that were traced before keep the config they have."""
@@ -126,7 +126,7 @@ class ConfigCache:
             self._served = set()
             self.generation += 1
         if served:
-            ambient.forget_traces()
+            context.forget_traces()
 
     def keys(self) -> list[Any]:
         """The keys, at this moment."""
@@ -152,7 +152,7 @@ class ConfigCache:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class OverlayLayer(ambient.Layer):
+class OverlayLayer(context.Layer):
     """A snapshot of an overlay's entries."""
 
     entries: Mapping[Any, Any]
@@ -194,4 +194,4 @@ def overlay_cache(source: Mapping[Any, Any] | ConfigCache) -> AbstractContextMan
     (`"matmul@v1"`) or an operation's name (`"matmul"`) for all its calls. Functions jitted before
     the block select again inside it and return to their earlier config after it.
     """
-    return ambient.Block(OverlayLayer.of(source))
+    return context.Block(OverlayLayer.of(source))

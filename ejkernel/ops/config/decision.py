@@ -12,7 +12,7 @@ from ..utils.display import Displayed, Shown
 
 
 @dataclasses.dataclass(frozen=True)
-class Passed:
+class TierMiss:
     """A source of configs that had none, and why.
 
     `more` finds out the rest, such as which entries are near: it costs a search, and is asked only
@@ -51,7 +51,7 @@ class Decision(Displayed, Generic[Cfg]):
     tier: str
     key: ConfigKey
     reason: str
-    passed: tuple[Passed, ...] = ()
+    passed: tuple[TierMiss, ...] = ()
     signature: str = ""
     about: Any = None
 

@@ -11,7 +11,7 @@ from ...store.bundle import Bundle, Conflict, quality, why_better
 from ..core import catalog
 from ..core.kernel import Kernel
 from ..core.types import ConfigKey
-from .freshness import State, judge
+from .freshness import EntryState, judge
 from .persistent import PersistentCache
 
 
@@ -139,7 +139,7 @@ def _problem(key: ConfigKey, entry: Any) -> str | None:
     if reasons := _reasons_against_any_call(kernel, cfg):
         return f"its config does not fit {type(kernel).__name__}: {'; '.join(reasons)}"
     freshness = judge(entry["about"], kernel, key)
-    if freshness.state is not State.FRESH:
+    if freshness.state is not EntryState.FRESH:
         return freshness.reason
     if entry["about"].get("incomplete"):
         return f"its tuning was interrupted: {one_line(entry['about']['incomplete'])}"

@@ -22,7 +22,7 @@ from ..utils.fingerprint import device_fingerprint
 from ..utils.provenance import source_hash, versions
 
 
-class State(enum.Enum):
+class EntryState(enum.Enum):
     """What became of an entry since it was made."""
 
     FRESH = "fresh"
@@ -34,7 +34,7 @@ class State(enum.Enum):
 class Freshness:
     """A state and, unless it is fresh, the reason in words: `suspect: measured with jaxlib …`."""
 
-    state: State
+    state: EntryState
     reason: str = ""
 
 
@@ -56,10 +56,11 @@ def judge(about: Mapping[str, Any], kernel: Kernel[Any, Any], key: ConfigKey) ->
     if source is not None and source != source_hash(kernel):
         when = f" on {one_line(about['when'])}" if "when" in about else ""
         return Freshness(
-            State.STALE, f"stale: the kernel's source changed since it was tuned{when}"
+            EntryState.STALE, f"stale: the kernel's source changed since it was tuned{when}"
         )
     if key.device != device_fingerprint():
-        return Freshness(State.FRESH)  # what compiles for a device that is not here, nobody knows
+        # What compiles for a device that is not here, nobody knows.
+        return Freshness(EntryState.FRESH)
     then, now = about.get("versions"), versions()
     changed = [
         f"{name} {one_line(then[name])}, this is {now[name]}"
@@ -67,8 +68,8 @@ def judge(about: Mapping[str, Any], kernel: Kernel[Any, Any], key: ConfigKey) ->
         if isinstance(then, dict) and name in then and then[name] != now[name]
     ]
     if changed:
-        return Freshness(State.SUSPECT, f"suspect: measured with {'; '.join(changed)}")
-    return Freshness(State.FRESH)
+        return Freshness(EntryState.SUSPECT, f"suspect: measured with {'; '.join(changed)}")
+    return Freshness(EntryState.FRESH)
 
 
 def can_be_continued(about: Mapping[str, Any], kernel: Kernel[Any, Any], measured: str) -> bool:

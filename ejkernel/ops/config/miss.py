@@ -10,7 +10,7 @@ from .persistent import default_path
 from .statistics import count_miss
 
 if TYPE_CHECKING:
-    from .decision import Passed
+    from .decision import TierMiss
     from .persistent import PersistentCache
     from .tiers import Request
 
@@ -41,7 +41,7 @@ class Miss:
     """The answer that there is no config for a call, with the reasons."""
 
     request: Request
-    passed: tuple[Passed, ...]
+    passed: tuple[TierMiss, ...]
     store: PersistentCache | None
 
     @property

@@ -13,10 +13,11 @@ from ..core.near import NearShapes
 from ..core.static_part import split
 from ..utils.stable import stable_json
 from .explain import call_fields
-from .freshness import State, judge
+from .freshness import EntryState, judge
+from .functions import call_with, function_maker
 from .persistent import PersistentCache
 from .stored import shipped
-from .tiers import Found, Request
+from .tiers import Request, TierHit
 
 
 class NearTier:
@@ -31,7 +32,7 @@ class NearTier:
     def __init__(self, store: PersistentCache | None) -> None:
         self.store = store
 
-    def look(self, request: Request) -> Found | str:
+    def look(self, request: Request) -> TierHit | str:
         rule = _rule_of(request)
         if isinstance(rule, str):
             return rule
@@ -51,7 +52,7 @@ class NearTier:
             about = entry["about"]
             signature = about.get("signature", "?")
             request.emit("near_hit", cfg=cfg, near=signature)
-            return Found(cfg, f"tuned for {signature}, the nearest of {len(near)}", about)
+            return TierHit(cfg, f"tuned for {signature}, the nearest of {len(near)}", about)
         if reasons:
             return f"of {len(near)} near calls none has a usable config: {reasons[0]}"
         return "no tuned call is near enough"
@@ -65,7 +66,7 @@ class NearTier:
 
     def _usable(self, request: Request, entry: Mapping[str, Any]) -> Any:
         """The config of an entry if it is one for this call too."""
-        if judge(entry["about"], request.kernel, request.key).state is State.STALE:
+        if judge(entry["about"], request.kernel, request.key).state is EntryState.STALE:
             return _Unusable("it is stale")
         try:
             cfg = request.kernel.config_from_plain(entry["config"], entry["config_type"])
@@ -116,14 +117,7 @@ def _reason_against(request: Request, cfg: Any) -> str | None:
 
 def _output(request: Request, cfg: Any) -> Any:
     """What a call with a config returns, as shapes."""
-    from ..tuner.session import function_maker
-
     inv = request.inv.abstract()
     function = function_maker(inv, request.kernel)(cfg)
     arrays, rest = split((inv.args, dict(inv.kwargs)))
-
-    def run(*arrays: Any) -> Any:
-        args, kwargs = rest.merge(arrays)
-        return function(*args, **kwargs)
-
-    return jax.eval_shape(run, *arrays)
+    return jax.eval_shape(lambda *arrays: call_with(function, rest, arrays), *arrays)

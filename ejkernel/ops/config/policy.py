@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ..utils import environment
 from ..utils.stable import stable_json
-from .ambient import Block, Layer, layers_in_force
+from .context import Block, Layer, layers_in_force
 
 if TYPE_CHECKING:
     from ..core.invocation import Invocation
@@ -32,10 +32,8 @@ class AutotunePolicy:
         Without it that is done for the calls that a program differentiates, and only for those.
       near_shapes: before the heuristics, use the config of the nearest tuned shape: True for every
         kernel, False for none, None for those that declare it (`Kernel.near_shapes`).
-      allow_estimates: before the heuristics, use the best of a bundle's candidates that were only
-        ranked by a compiler's figures (`ejkernel.targets.export`), never measured.
-      strict: a call without a stored config is an error: nothing is tuned, lent, estimated or
-        guessed while a program runs. None: as `EJKERNEL_STRICT` says.
+      strict: a call without a stored config is an error: nothing is tuned, lent or guessed
+        while a program runs. None: as `EJKERNEL_STRICT` says.
     """
 
     allow_autotune: bool = True
@@ -43,7 +41,6 @@ class AutotunePolicy:
     cache_miss_fallback: Fallback = "autotune"
     validate_backward: bool = False
     near_shapes: bool | None = None
-    allow_estimates: bool = False
     strict: bool | None = None
 
     def __post_init__(self) -> None:
@@ -52,7 +49,7 @@ class AutotunePolicy:
                 f"AutotunePolicy: cache_miss_fallback={self.cache_miss_fallback!r} is not known; "
                 'it is "autotune" or "heuristics"'
             )
-        for name in ("allow_autotune", "allow_heuristics", "validate_backward", "allow_estimates"):
+        for name in ("allow_autotune", "allow_heuristics", "validate_backward"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(
                     f"AutotunePolicy: {name}={getattr(self, name)!r} must be True or False"

@@ -17,10 +17,11 @@ from ..core.types import ConfigKey
 from ..utils.fingerprint import device_fingerprint
 from .agreement import Answer, agreement_in_force
 from .cache import ConfigCache, overlay_cache
-from .decision import Decision, Passed
-from .freshness import State, can_be_continued, judge, made_by
+from .decision import Decision, TierMiss
+from .freshness import EntryState, can_be_continued, judge, made_by
 from .miss import Miss
 from .near import NearTier
+from .outcome import Outcome, known_trials
 from .persistent import PersistentCache, rebuild_or_warn
 from .policy import (
     AutotunePolicy,
@@ -29,22 +30,21 @@ from .policy import (
     forward_autotune_only,
     policy_override,
 )
-from .ranked import EstimatedTier
 from .statistics import count_decision, count_tuning
 from .stored import BundleTier, PersistentTier, StoredTier, shipped
 from .tiers import (
     AutotuneTier,
-    Found,
     HeuristicsTier,
     MemoryTier,
     OverlayTier,
     OverrideTier,
     Request,
     Tier,
+    TierHit,
 )
+from .tuning import measuring
 
 if TYPE_CHECKING:
-    from ..tuner.outcome import Outcome
     from ..tuner.tuner import Tuner
 
 __all__ = [
@@ -65,9 +65,7 @@ _count = itertools.count(1)
 
 def __getattr__(name: str) -> Any:
     if name == "Tuner":  # documented here; made where the measuring is
-        from ..tuner.tuner import Tuner
-
-        return Tuner
+        return measuring().Tuner
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -80,10 +78,10 @@ class Sources(enum.Enum):
 
 
 class ConfigSelectorChain:
-    """Asks override, overlay, memory, persistent, bundle, autotune, near, estimated, heuristics.
+    """Asks override, overlay, memory, persistent, bundle, autotune, near, heuristics.
 
     In this order; the policy's `cache_miss_fallback` decides whether tuning comes before the last
-    three or after them. When no tier has a config, `choose` raises a `RuntimeError` that lists each
+    two or after them. When no tier has a config, `choose` raises a `RuntimeError` that lists each
     tier with its reason.
 
     Args:
@@ -144,7 +142,6 @@ class ConfigSelectorChain:
         self._autotune = AutotuneTier(self._tune, self._keep, forbid_reautotune)
         self._defaults: list[Tier] = [
             NearTier(self.persistent),
-            EstimatedTier(),
             HeuristicsTier(),
         ]
 
@@ -152,9 +149,7 @@ class ConfigSelectorChain:
     def tuner(self) -> Tuner:
         """The tuner, made when first needed."""
         if self._tuner is None:
-            from ..tuner.tuner import Tuner
-
-            self._tuner = Tuner()
+            self._tuner = measuring().Tuner()
         return self._tuner
 
     # --- asking ----------------------------------------------------------------------------------
@@ -218,7 +213,7 @@ class ConfigSelectorChain:
         count_decision(answer)
         return answer
 
-    def _miss(self, request: Request, passed: tuple[Passed, ...]) -> Miss:
+    def _miss(self, request: Request, passed: tuple[TierMiss, ...]) -> Miss:
         # Without its arrays: it may outlive the trace that they belong to.
         abstract = dataclasses.replace(request, inv=request.inv.abstract())
         return Miss(abstract, passed, self.persistent)
@@ -236,16 +231,16 @@ class ConfigSelectorChain:
         return answer
 
     def _ask(
-        self, request: Request, tiers: Iterable[Tier], passed: tuple[Passed, ...] = ()
+        self, request: Request, tiers: Iterable[Tier], passed: tuple[TierMiss, ...] = ()
     ) -> Answer:
         """What the first tier with a config says; else why none has one.
 
         A config in doubt is served if tuning does not replace it.
         """
-        doubtful: tuple[StoredTier, Found] | None = None
+        doubtful: tuple[StoredTier, TierHit] | None = None
         for tier in tiers:
             answer = tier.look(request)
-            if isinstance(answer, Found):
+            if isinstance(answer, TierHit):
                 if not answer.doubt or not isinstance(tier, StoredTier):
                     return _decision(request, tier, answer, passed)
                 if not request.policy.tunes_first:
@@ -253,7 +248,7 @@ class ConfigSelectorChain:
                 doubtful = doubtful or (tier, answer)
                 answer = f"{answer.doubt}; to be measured again"
             more = self._persistent.more_about_nothing if tier is self._persistent else None
-            passed = (*passed, Passed(tier.name, answer, more and more(request)))
+            passed = (*passed, TierMiss(tier.name, answer, more and more(request)))
             if tier is self._autotune and doubtful is not None:
                 source, found = doubtful
                 return _decision(request, source, source.serve(request, found), passed)
@@ -262,8 +257,8 @@ class ConfigSelectorChain:
     def known_config(self, op_id: str, call_key: str, device: str | None = None) -> Any:
         """What overlays, memory, disk and bundles hold for a label's operation; None if nothing."""
         from ..core import catalog
-        from .ambient import layers_in_force
         from .cache import OverlayLayer
+        from .context import layers_in_force
 
         key = ConfigKey(device or device_fingerprint(), op_id, call_key)
         for layer in layers_in_force(OverlayLayer):
@@ -281,7 +276,7 @@ class ConfigSelectorChain:
         ):
             if entry is None or entry["about"].get("estimated"):
                 continue
-            if kernel is None or judge(entry["about"], kernel, key).state is not State.STALE:
+            if kernel is None or judge(entry["about"], kernel, key).state is not EntryState.STALE:
                 cfg = rebuild_or_warn(entry, kernel)
                 if cfg is not None:
                     return cfg
@@ -292,20 +287,18 @@ class ConfigSelectorChain:
         return [] if self._unfinished(request) else self._stored
 
     def _unfinished(self, request: Request) -> bool:
-        """True if the store has a result that was cut short, or that lacks a candidate of today."""
+        """True if the stored result was interrupted, or lacks a candidate of today."""
         entry = None if self.persistent is None else self.persistent.entry(request.key)
         if entry is None or self.persistent is None:
             return False
         about = entry["about"]
-        if judge(about, request.kernel, request.key).state is not State.FRESH:
+        if judge(about, request.kernel, request.key).state is not EntryState.FRESH:
             return False  # the tier of the store deals with it
         trials = self.persistent.trials(request.key)
         if not trials:
             return False
         if about.get("incomplete"):
             return True
-        from ..tuner.outcome import known_trials
-
         candidates = request.kernel.candidates(request.inv)
         known = known_trials(candidates, trials)
         return len(known) < len(candidates) and len(trials) < len(candidates)
@@ -329,12 +322,12 @@ class ConfigSelectorChain:
     # --- tuning ----------------------------------------------------------------------------------
 
     def _tune(self, request: Request) -> Outcome[Any]:
-        from ..tuner.session import tune_request
-
         earlier = self._earlier_trials(request)
         # What a kernel calls while it is measured is part of it, and need not be stored.
         with count_tuning(request.key.op_id), policy_override(strict=False):
-            return tune_request(request.tuner or self.tuner, request, earlier)
+            return measuring().tune_invocation(
+                request.tuner or self.tuner, request.inv, request.kernel, stored=earlier
+            )
 
     def _earlier_trials(self, request: Request) -> list[Any]:
         """What the store knows of an earlier run that measured the same thing."""
@@ -383,7 +376,7 @@ class ConfigSelectorChain:
 
 
 def _decision(
-    request: Request, tier: Tier, found: Found, passed: tuple[Passed, ...]
+    request: Request, tier: Tier, found: TierHit, passed: tuple[TierMiss, ...]
 ) -> Decision[Any]:
     return Decision(
         cfg=found.cfg,

@@ -23,7 +23,7 @@ logger = logging.getLogger("ejkernel.selection")
 STORED = ("overlay", "memory", "persistent", "bundle")
 """Tiers that had the config beforehand."""
 
-MISSED = ("autotune", "near", "estimated", "heuristics", "none")
+MISSED = ("autotune", "near", "heuristics", "none")
 """Tiers that serve because none of those had one; `none` is for calls that got no config at all."""
 
 
@@ -33,8 +33,8 @@ class Stats:
 
     Attributes:
       operations: selections by operation and tier, `{"matmul@v1": {"memory": 2}}`. Tiers are
-        `override`, `overlay`, `memory`, `persistent`, `bundle`, `autotune`, `near`, `estimated`,
-        `heuristics`, and `none` where there was no config.
+        `override`, `overlay`, `memory`, `persistent`, `bundle`, `autotune`, `near`, `heuristics`,
+        and `none` where there was no config.
       tunings: runs of the tuner by operation, those of `autotune_lowered` and the like included.
       tuning_seconds: how long they took, in all.
     """

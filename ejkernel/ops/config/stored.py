@@ -16,9 +16,9 @@ from ..core.types import ConfigKey
 from ..utils import environment
 from ..utils.serialize import config_type_named, from_plain, qualified_name
 from .cache import ConfigCache
-from .freshness import State, judge
+from .freshness import EntryState, judge
 from .persistent import PersistentCache
-from .tiers import Found, Request, refusal, warn_once
+from .tiers import Request, TierHit, refusal, warn_once
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class StoredTier:
         """The entries of a call, each with where it is, the best first; or why there is none."""
         raise NotImplementedError
 
-    def look(self, request: Request) -> Found | str:
+    def look(self, request: Request) -> TierHit | str:
         """The first entry that can serve; one in doubt is not served yet: see `serve`."""
         entries = self.entries(request)
         if isinstance(entries, str):
@@ -53,12 +53,12 @@ class StoredTier:
         reasons = []
         for entry, where in entries:
             answer = self._judged(request, entry, where)
-            if isinstance(answer, Found):
+            if isinstance(answer, TierHit):
                 return answer if answer.doubt else self.serve(request, answer)
             reasons.append(answer)
         return "; ".join(reasons)
 
-    def _judged(self, request: Request, entry: Mapping[str, Any], where: str) -> Found | str:
+    def _judged(self, request: Request, entry: Mapping[str, Any], where: str) -> TierHit | str:
         found = rebuilt(request, entry, where)
         if isinstance(found, str):
             return found
@@ -68,17 +68,17 @@ class StoredTier:
         if about.get("measured") == BOTH_PASSES and not request.inv.differentiated:
             return f"{where} has it measured forward and backward, and this program runs it forward"
         freshness = judge(about, request.kernel, request.key)
-        if freshness.state is State.STALE:
+        if freshness.state is EntryState.STALE:
             return freshness.reason
         if refused := refusal(request, cfg, where):
             return refused
         reason = f"stored{_when(about)} in {where}"
-        if freshness.state is State.SUSPECT:
+        if freshness.state is EntryState.SUSPECT:
             about = {**about, "suspect": freshness.reason}
-            return Found(cfg, f"{reason}; {freshness.reason}", about, doubt=freshness.reason)
-        return Found(cfg, reason, about)
+            return TierHit(cfg, f"{reason}; {freshness.reason}", about, doubt=freshness.reason)
+        return TierHit(cfg, reason, about)
 
-    def serve(self, request: Request, found: Found) -> Found:
+    def serve(self, request: Request, found: TierHit) -> TierHit:
         """Say that a config is used, and remember it unless it may be replaced any time."""
         if not found.doubt:
             self.cache.put_quietly(request.key, found.cfg)

@@ -1,6 +1,6 @@
 """The sources of configs, one small object each. The chain asks them in order.
 
-A tier answers with a `Found` or says why it has nothing. It knows nothing of the other tiers.
+A tier answers with a `TierHit` or says why it has nothing. It knows nothing of the other tiers.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ...markup import one_line
 from ...store.reading import shown
 from ..core.limits import reasons_against_config
 from ..core.types import ConfigKey
-from . import ambient
+from . import context
 from .cache import ConfigCache, OverlayLayer
+from .outcome import Outcome, TuningFailed, TuningInterrupted
 from .policy import AutotunePolicy
 
 if TYPE_CHECKING:
     from ..core.invocation import Invocation
     from ..core.kernel import Kernel
-    from ..tuner.outcome import Outcome
     from ..tuner.tuner import Tuner
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class TierHit:
     """A config, where it came from in words, and what else is known about it.
 
     `doubt` says why it may not be the best any more: where tuning is allowed it is measured again.
@@ -68,7 +68,7 @@ class Tier(Protocol):
 
     name: str
 
-    def look(self, request: Request) -> Found | str:
+    def look(self, request: Request) -> TierHit | str:
         """The config for a request, or the reason why this tier has none."""
         ...
 
@@ -106,13 +106,13 @@ class OverrideTier:
 
     name = "override"
 
-    def look(self, request: Request) -> Found | str:
+    def look(self, request: Request) -> TierHit | str:
         cfg = request.inv.override_cfg
         if cfg is None:
             return "the call gave no cfg"
         request.kernel.check_config(cfg, inv=request.inv)
         request.emit("override", cfg=cfg)
-        return Found(cfg, "given with the call")
+        return TierHit(cfg, "given with the call")
 
 
 class OverlayTier:
@@ -120,10 +120,10 @@ class OverlayTier:
 
     name = "overlay"
 
-    def look(self, request: Request) -> Found | str:
+    def look(self, request: Request) -> TierHit | str:
         count = 0
         refused = []
-        for layer in ambient.layers_in_force(OverlayLayer):
+        for layer in context.layers_in_force(OverlayLayer):
             count += 1
             cfg = layer.find(request.key)
             if cfg is None:
@@ -132,7 +132,7 @@ class OverlayTier:
                 refused.append(reason)
                 continue
             request.emit("overlay_hit", cfg=cfg)
-            return Found(cfg, f"an overlay in force holds it (number {count} from the inside)")
+            return TierHit(cfg, f"an overlay in force holds it (number {count} from the inside)")
         if refused:
             return "; ".join(refused)
         return f"{count} in force, none has this call" if count else "none in force"
@@ -146,14 +146,14 @@ class MemoryTier:
     def __init__(self, cache: ConfigCache) -> None:
         self.cache = cache
 
-    def look(self, request: Request) -> Found | str:
+    def look(self, request: Request) -> TierHit | str:
         cfg = self.cache.get(request.key)
         if cfg is None:
             return f"not among its {len(self.cache)} configs"
         if reason := refusal(request, cfg, "the memory cache"):
             return reason
         request.emit("cache_hit", level="memory", cfg=cfg)
-        return Found(cfg, "in the memory cache")
+        return TierHit(cfg, "in the memory cache")
 
 
 class HeuristicsTier:
@@ -161,7 +161,7 @@ class HeuristicsTier:
 
     name = "heuristics"
 
-    def look(self, request: Request) -> Found | str:
+    def look(self, request: Request) -> TierHit | str:
         if not request.policy.allow_heuristics:
             return "the policy does not allow it (allow_heuristics=False)"
         try:
@@ -169,7 +169,7 @@ class HeuristicsTier:
         except NotImplementedError as error:
             return str(error)
         request.emit("heuristics", cfg=cfg)
-        return Found(cfg, "the kernel's heuristic_cfg")
+        return TierHit(cfg, "the kernel's heuristic_cfg")
 
 
 MOST_FINISHED = 4096
@@ -191,11 +191,11 @@ class AutotuneTier:
         self._keep = keep
         self._forbid_reautotune = forbid_reautotune
         self._lock = threading.Lock()
-        self._under_way: dict[ConfigKey, Future[Found | str]] = {}
-        self._finished: dict[ConfigKey, Found | str] = {}
+        self._under_way: dict[ConfigKey, Future[TierHit | str]] = {}
+        self._finished: dict[ConfigKey, TierHit | str] = {}
         self._here = threading.local()
 
-    def look(self, request: Request) -> Found | str:
+    def look(self, request: Request) -> TierHit | str:
         if not request.policy.allow_autotune:
             return "the policy does not allow it (allow_autotune=False)"
         key = request.key
@@ -206,7 +206,7 @@ class AutotuneTier:
                 return self._finished[key]
             waiting = self._under_way.get(key)
             if waiting is None:
-                promise: Future[Found | str] = Future()
+                promise: Future[TierHit | str] = Future()
                 self._under_way[key] = promise
         if waiting is not None:
             return waiting.result()
@@ -217,7 +217,7 @@ class AutotuneTier:
             self._here.keys = set()
         return self._here.keys  # type: ignore[no-any-return]
 
-    def _fulfil(self, promise: Future[Found | str], request: Request) -> Found | str:
+    def _fulfil(self, promise: Future[TierHit | str], request: Request) -> TierHit | str:
         key = request.key
         self._keys_of_this_thread().add(key)
         try:
@@ -237,9 +237,7 @@ class AutotuneTier:
             with self._lock:
                 del self._under_way[key]
 
-    def _measure(self, request: Request) -> Found | str:
-        from ..tuner.outcome import TuningFailed, TuningInterrupted
-
+    def _measure(self, request: Request) -> TierHit | str:
         request.emit("autotune_start")
         try:
             outcome = self._tune(request)
@@ -254,4 +252,4 @@ class AutotuneTier:
             raise
         self._keep(request, outcome)
         request.emit("autotune_finish", cfg=outcome.best, outcome=outcome)
-        return Found(outcome.best, outcome.summary(), outcome)
+        return TierHit(outcome.best, outcome.summary(), outcome)

@@ -17,11 +17,11 @@ import jax
 from ..utils import environment
 from ..utils.meta import collect_label, label, stamped
 from ..utils.primitives import when_lowered
-from ..utils.specification import write_specification
 from .derivatives import way_out
 from .gradients import Chosen, call_with_jvp, call_with_rule, rule_by_jax, rule_of
 from .invocation import array_owners, is_inexact
 from .kernel import Kernel
+from .specification import write_specification
 from .static_part import split
 from .supports import REFERENCE, demand_of, demanded, serving, without_demand
 

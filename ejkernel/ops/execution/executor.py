@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, Self, TypeVar
 
-from ..config import ambient
+from ..config import context
 from ..config.decision import Decision
 from ..config.miss import Miss
 from ..config.persistent import PersistentCache
@@ -184,7 +184,7 @@ class Executor:
         def runs_forward() -> None:
             recorded.runs_forward()
             if missing:
-                ambient.forget_traces()  # this one was made with a config that nobody chose
+                context.forget_traces()  # this one was made with a config that nobody chose
                 chosen = _choose(chooser(), missing[-1], kernel)
                 if isinstance(chosen, Miss):
                     raise chosen.error()
@@ -275,4 +275,4 @@ def set_default_executor(executor: Executor | None) -> None:
         if executor is _default:
             return  # nothing was traced through another one
         _default = executor
-    ambient.forget_traces()
+    context.forget_traces()

@@ -7,10 +7,10 @@ from typing import Any
 
 from ..config.selection import ConfigSelectorChain
 from ..core.invocation import Invocation
+from ..core.specification import SpecificationError, read_specification
 from ..registry import find_invocation
 from ..utils.fingerprint import device_fingerprint
 from ..utils.meta import find_stamps_in_lowered, find_stamps_in_text, parse_label
-from ..utils.specification import SpecificationError, read_specification
 from .results import AutotuningResult, Skipped
 from .tuning import tune_invocations
 

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ...store.reading import parse_json, shown
 from ...store.rows import wrong_about
-from ..config import ambient
+from ..config import context
 from ..config.cache import OverlayLayer
 from ..core import catalog
 from ..core.types import ConfigKey
-from ..utils.display import Displayed, Shown
+from ..utils.display import Displayed, Shown, as_text, brief, milliseconds
 from ..utils.fingerprint import device_fingerprint
 from ..utils.serialize import config_type_named, from_plain, qualified_name, to_plain
 
 if TYPE_CHECKING:
+    from ..config.outcome import Outcome
     from ..config.selection import ConfigSelectorChain
-    from ..tuner.outcome import Outcome
 
 SCHEMA = 1
 
@@ -96,11 +97,11 @@ class AutotuningResult(Displayed):
         }
 
     def __enter__(self) -> AutotuningResult:
-        ambient.enter(self, OverlayLayer.of(self.as_mapping()))
+        context.enter(self, OverlayLayer.of(self.as_mapping()))
         return self
 
     def __exit__(self, *_: object) -> None:
-        ambient.leave(self)
+        context.leave(self)
 
     def install(self, selector: ConfigSelectorChain | None = None) -> None:
         """Put the configs in force for good: into a selector's memory (default: the default one).
@@ -211,13 +212,15 @@ class AutotuningResult(Displayed):
         return f"AutotuningResult({self.device!r}, {len(self.entries)} entries)"
 
     def _shown(self) -> Shown:
-        from .tables import result_table
-
-        return result_table(self)
+        return Shown(
+            f"tuned for {self.device}",
+            ("operation", "shapes", "heuristic", "tuned", "speedup", "config"),
+            [_row(entry) for entry in self.entries],
+            right=(2, 3, 4),
+            notes=[f"not tuned: {skipped.label}: {skipped.reason}" for skipped in self.skipped],
+        )
 
     def __str__(self) -> str:
-        from .tables import as_text
-
         return as_text(self._shown())
 
 
@@ -257,3 +260,22 @@ def _entry_from_plain(plain: Any, where: str) -> Entry:
         plain.get("heuristic_seconds"),
         origin="loaded",
     )
+
+
+def _row(entry: Entry) -> tuple[str, ...]:
+    heuristic, tuned = entry.heuristic_seconds, entry.seconds
+    speedup = f"{heuristic / tuned:.2f}" if tuned and heuristic else "-"
+    return (
+        entry.op_id,
+        _short(entry.signature) or entry.call_key,
+        milliseconds(heuristic),
+        milliseconds(tuned),
+        speedup,
+        brief(entry.cfg),
+    )
+
+
+def _short(signature: str) -> str:
+    """A signature with repeated arguments counted: `3 × float32[1,1024,8,64], causal=True`."""
+    parts = [(part, len(list(run))) for part, run in itertools.groupby(signature.split(", "))]
+    return ", ".join(part if count == 1 else f"{count} × {part}" for part, count in parts)

@@ -10,15 +10,15 @@ import jax
 from ..config.agreement import AgreementError
 from ..config.decision import Decision
 from ..config.miss import Miss
+from ..config.outcome import Outcome
 from ..config.selection import ConfigSelectorChain, Sources
 from ..core.invocation import Invocation
 from ..core.kernel import Kernel
 from ..registry import get_invocations
-from ..tuner.outcome import Outcome
 from ..utils.fingerprint import device_fingerprint
 from ..utils.meta import label
+from .effort_allocation import tuners_by_share
 from .results import AutotuningResult, Entry, Skipped
-from .shares import tuners_by_share
 
 if TYPE_CHECKING:
     from ..tuner.tuner import Tuner

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import re
 import time
 from collections.abc import Callable
@@ -16,14 +17,13 @@ from typing import Any, Literal, Protocol
 
 import jax
 
+from ..config.functions import Function
+from ..utils.fingerprint import current_device
 from ..utils.locations import without_locations
 from ..utils.stable import short_hash
 from .clock import Stopwatch
 from .device_time import DeviceTime, has_device_time
-from .judge import Wavering, differs, wavers
-from .memory import available_bytes, readable_bytes
-
-Function = Callable[..., Any]
+from .judge import NonDeterminism, differs, non_determinism
 
 
 class CandidateError(Exception):
@@ -65,7 +65,7 @@ class Bench(Protocol):
         """Run it once and keep its output for `compare`."""
         ...
 
-    def compare(self, handle: Any, truth: Any) -> str | None:
+    def compare(self, handle: Any, reference: Any) -> str | None:
         """Why the output of one handle differs from that of another, or None."""
         ...
 
@@ -77,7 +77,7 @@ class Bench(Protocol):
         """Seconds per call, from one sample."""
         ...
 
-    def repeats(self, handle: Any) -> Wavering | None:
+    def repeats(self, handle: Any) -> NonDeterminism | None:
         """How the output of the latest run differs from the one that `run` kept, or None.
 
         The latest run is the last one that was timed; without one, it is run again. Asked once.
@@ -134,10 +134,10 @@ class LocalBench:
     def compile(self, lowered: Lowered) -> LocalHandle:
         compiled = lowered.program.compile()
         needed = _bytes_needed(compiled)
-        available = available_bytes()
+        available = _available_bytes()
         if needed is not None and available is not None and needed > available:
             raise CandidateError(
-                f"it needs {readable_bytes(needed)} and {readable_bytes(available)} are available"
+                f"it needs {_readable_bytes(needed)} and {_readable_bytes(available)} are available"
             )
         watch = Stopwatch(
             lambda: compiled(self._arrays),
@@ -151,8 +151,8 @@ class LocalBench:
         handle.output = jax.block_until_ready(handle.compiled(self._arrays))
         handle.watch.ran_for(self._timer() - start)
 
-    def compare(self, handle: LocalHandle, truth: LocalHandle) -> str | None:
-        return differs(handle.output, truth.output)
+    def compare(self, handle: LocalHandle, reference: LocalHandle) -> str | None:
+        return differs(handle.output, reference.output)
 
     def warm_up(self, handle: LocalHandle, times: int) -> None:
         handle.watch.warm_up(times)
@@ -160,11 +160,11 @@ class LocalBench:
     def sample(self, handle: LocalHandle) -> float:
         return handle.watch.sample()
 
-    def repeats(self, handle: LocalHandle) -> Wavering | None:
+    def repeats(self, handle: LocalHandle) -> NonDeterminism | None:
         again = handle.watch.take_output()
         if again is None:
             again = jax.block_until_ready(handle.compiled(self._arrays))
-        return wavers(handle.output, again)
+        return non_determinism(handle.output, again)
 
     def forget(self, handle: LocalHandle) -> None:
         handle.output = None
@@ -185,8 +185,43 @@ def program_fingerprint(text: str) -> str:
 
 
 def _bytes_needed(compiled: Any) -> int | None:
-    """What running a program takes beside its inputs, as the compiler says, if it does."""
+    """What running a program takes in addition to its inputs, as the compiler says, if it does."""
     analysis = compiled.memory_analysis()
     if analysis is None:
         return None
     return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes)
+
+
+def _available_bytes() -> int | None:
+    """Free memory of the current device, or None if nobody says."""
+    device = current_device()
+    stats = device.memory_stats() if hasattr(device, "memory_stats") else None
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
+    if device.platform == "cpu":
+        return _host_bytes()
+    return None
+
+
+def _host_bytes() -> int | None:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:  # not Linux
+        pass
+    names = getattr(os, "sysconf_names", {})
+    if "SC_PHYS_PAGES" in names and "SC_PAGE_SIZE" in names:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def _readable_bytes(count: int) -> str:
+    """`1.5 GiB`."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB"

@@ -13,9 +13,10 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ..config.functions import Function
+from ..config.outcome import Trial, Verdict
 from ..utils.stable import stable_json
-from .bench import Bench, BenchUnavailable, CandidateError, Function, Lowered
-from .outcome import Trial, Verdict
+from .bench import Bench, BenchUnavailable, CandidateError, Lowered
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +46,9 @@ class Builder:
         threads: int | None = None,
     ) -> None:
         self.bench = bench
-        self.truth: Any = None
+        self.reference: Any = None
         self.refused: dict[str, Trial[Any]] = {}
-        self.twins: dict[
+        self.duplicates: dict[
             str, str
         ] = {}  # a config whose program another one has already -> that one
         self.compilations = 0
@@ -82,18 +83,18 @@ class Builder:
                 for _, compiling in queue:
                     compiling.cancel()
 
-    def use_as_truth(self, function: Function) -> None:
-        """Make a function's output the truth that all candidates are compared with."""
+    def use_as_reference(self, function: Function) -> None:
+        """Make a function's output the reference that all candidates are compared with."""
         handle = self.bench.compile(self.bench.lower(function))
         self.bench.run(handle)
         self.trust(handle)
 
     def trust(self, handle: Any) -> None:
-        """Make the output of a handle the truth, which must be the same at each run."""
-        wavering = self.bench.repeats(handle)
-        if wavering is not None and not wavering.harmless:
-            raise CandidateError(f"it is not deterministic: {wavering.reason}")
-        self.truth = handle
+        """Make the output of a handle the reference, which must be the same at each run."""
+        difference = self.bench.repeats(handle)
+        if difference is not None and not difference.harmless:
+            raise CandidateError(f"it is non-deterministic: {difference.reason}")
+        self.reference = handle
 
     def _lower(self, cfg: Any) -> Lowered | None:
         reasons = list(self._reasons_against(cfg)) if self._reasons_against is not None else []
@@ -107,10 +108,10 @@ class Builder:
         except Exception as error:  # noqa: BLE001  a candidate may fail in any way: kept as data
             self.refuse(cfg, Verdict.FAILED, reason_of(error))
             return None
-        twin = self._first_with.setdefault(lowered.fingerprint, cfg)
-        if twin is not cfg:
-            self.refuse(cfg, Verdict.DUPLICATE, f"the same program as {twin}")
-            self.twins[stable_json(cfg)] = stable_json(twin)
+        earlier = self._first_with.setdefault(lowered.fingerprint, cfg)
+        if earlier is not cfg:
+            self.refuse(cfg, Verdict.DUPLICATE, f"the same program as {earlier}")
+            self.duplicates[stable_json(cfg)] = stable_json(earlier)
             return None
         return lowered
 
@@ -122,7 +123,9 @@ class Builder:
             else:
                 with self._guard(cfg):
                     self.bench.run(handle)
-            difference = None if self.truth is None else self.bench.compare(handle, self.truth)
+            difference = (
+                None if self.reference is None else self.bench.compare(handle, self.reference)
+            )
         except BenchUnavailable:
             raise  # nobody's fault: no candidate is blamed
         except Exception as error:  # noqa: BLE001  a candidate may fail in any way: kept as data

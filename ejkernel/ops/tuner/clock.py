@@ -11,7 +11,7 @@ import jax
 
 from ..utils.fingerprint import device_kind
 
-SHORTEST_SAMPLE = 2e-3  # seconds; shorter ones measure the machine's mood
+SHORTEST_SAMPLE = 2e-3  # seconds; shorter ones measure noise
 
 
 class Stopwatch:
@@ -92,6 +92,6 @@ class Stopwatch:
 
 
 def typical(samples: list[float] | tuple[float, ...]) -> float:
-    """The mean of the fastest two thirds: disturbed samples out, lucky ones diluted."""
+    """The mean of the fastest two thirds: disturbed samples out, fast outliers diluted."""
     fastest = sorted(samples)[: max(1, math.ceil(len(samples) * 2 / 3))]
     return sum(fastest) / len(fastest)

@@ -42,7 +42,7 @@ def differs(output: Any, reference: Any) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Wavering:
+class NonDeterminism:
     """Two runs of one program on the same inputs gave different outputs.
 
     Attributes:
@@ -55,17 +55,17 @@ class Wavering:
     harmless: bool
 
 
-def wavers(first: Any, second: Any) -> Wavering | None:
+def non_determinism(first: Any, second: Any) -> NonDeterminism | None:
     """How the outputs of two runs of the same program differ, or None if they are equal bits."""
     pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
     if all(_bits(one) == _bits(other) for one, other in pairs):
         return None
-    difference = differs(second, first)
-    if difference is None:
-        return Wavering("two runs of it are not equal bit for bit", harmless=True)
+    reason = differs(second, first)
+    if reason is None:
+        return NonDeterminism("two runs of it are not equal bit for bit", harmless=True)
     # What `differs` calls the reference is the first run here.
-    return Wavering(
-        f"two runs of it differ: {difference.replace('the reference', 'the first run')}",
+    return NonDeterminism(
+        f"two runs of it differ: {reason.replace('the reference', 'the first run')}",
         harmless=False,
     )
 

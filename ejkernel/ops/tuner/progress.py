@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
-from ...markup import one_line
-from .notebook import NotebookBar, in_notebook
-from .outcome import Trial
+from ...markup import Markup, one_line, tag
+from ..config.outcome import Trial
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +34,7 @@ class Bar:
             self._bar = NotebookBar(self._name) if in_notebook() else _TerminalBar(self._name)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
@@ -83,6 +77,81 @@ class _TerminalBar:
 
     def stop(self) -> None:
         self._progress.stop()
+
+
+SECONDS_BETWEEN = 0.1  # a notebook that is told more often becomes slow, not smooth
+
+
+def in_notebook() -> bool:
+    """True if the code runs in a notebook's kernel; IPython is not loaded to find out."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
+class NotebookBar:
+    """A name, a bar, what happens now and for how long; gone when it is stopped."""
+
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        from IPython.display import display
+
+        self._name = name
+        self._clock = clock
+        self._start = self._drawn = clock()
+        self._total: float | None = None
+        self._completed = 0.0
+        self._what = ""
+        self._handle: Any = display(_Html(self._html()), display_id=True)
+
+    def update(
+        self,
+        total: float | None = None,
+        completed: float | None = None,
+        advance: float = 0,
+        what: str | None = None,
+    ) -> None:
+        """Show another total, how much is done (or how much more), or what happens now."""
+        self._total = self._total if total is None else total
+        self._completed = (self._completed if completed is None else completed) + advance
+        new_phase = what is not None and total is not None
+        self._what = self._what if what is None else what
+        if new_phase or self._clock() - self._drawn >= SECONDS_BETWEEN:
+            self._drawn = self._clock()
+            self._handle.update(_Html(self._html()))
+
+    def stop(self) -> None:
+        """Take the bar away."""
+        self._handle.update(_Html(Markup("")))
+
+    def _html(self) -> Markup:
+        known = self._total is not None
+        done = f"{self._completed:g}/{self._total:g}" if known else ""
+        return tag(
+            "div",
+            tag("code", self._name),
+            " ",
+            tag(
+                "progress",
+                max=self._total if known else None,
+                value=self._completed if known else None,
+                aria_label=self._name,
+                style="width:12em;vertical-align:middle",
+            ),
+            f" {done} {self._what} {self._clock() - self._start:.0f} s",
+        )
+
+
+class _Html:
+    """What a notebook shows as HTML, and anything else as nothing."""
+
+    def __init__(self, html: Markup) -> None:
+        self._html = html
+
+    def _repr_html_(self) -> str:
+        return self._html
+
+    def __repr__(self) -> str:
+        return ""
 
 
 class Progress(Bar):

@@ -1,12 +1,12 @@
-"""Who wins: candidates run in turns, the surely slower ones leave, the rest run longer.
+"""Who wins: candidates run interleaved, the surely slower ones leave, the rest run longer.
 
-Taking turns in a shuffled order spreads a slow moment of the machine over all candidates instead of
-charging it to one, so two candidates are compared by the ratio of their times *within* rounds. A
-candidate leaves when it is surely slower than the leader, or so much slower that two rounds show
-it; in any case the slowest third leaves each time the number of rounds has doubled. The favourite
-(the heuristic config) stays to the end. A challenger takes its place only by more than the noise,
-and only after a duel: of many candidates, the one that leads has also been lucky, and in rounds of
-which nothing was chosen luck does not come again.
+Interleaving them in a shuffled order spreads a slow moment of the machine over all candidates
+instead of charging it to one, so two candidates are compared by the ratio of their times *within*
+rounds. A candidate leaves when it is surely slower than the leader, or so much slower that two
+rounds show it; in any case the slowest third leaves each time the number of rounds has doubled. The
+baseline (the heuristic config) stays to the end. A challenger takes its place only by more than the
+noise, and only after a duel: of many candidates, the one that leads was also favoured by noise, and
+in rounds of which nothing was chosen that does not happen again.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 
 from .clock import typical
 
-LEAST_GAIN = 0.01  # a challenger within one percent of the favourite does not replace it
+LEAST_GAIN = 0.01  # a challenger within one percent of the baseline does not replace it
 SURE = 2.5  # standard errors
 CLEARLY = 1.25  # slower at its best than the leader at its worst by this factor: no doubt is left
-DUEL = (6, 24)  # fewest and most rounds of challenger against favourite
+DUEL = (6, 24)  # fewest and most rounds of challenger against baseline
 LIKELY = 1.5  # standard errors that are enough at the end of a duel
 
 
@@ -39,7 +39,7 @@ class Race:
       samplers: one per candidate, each giving seconds per call or raising `Withdrawn`.
       screening: rounds that everyone runs before the first may leave.
       rounds: most rounds of those who stay.
-      favourite: a candidate that never leaves and that wins ties.
+      baseline: a candidate that never leaves and that wins ties.
       margin: the race ends when the leader is surely within this share of everyone left.
       seed: of the running order.
       on_round: told how many candidates are running and how many rounds they have run.
@@ -53,7 +53,7 @@ class Race:
     samplers: Sequence[Callable[[], float]]
     screening: int = 3
     rounds: int = 40
-    favourite: int | None = None
+    baseline: int | None = None
     margin: float = 0.01
     seed: int = 0
     on_round: Callable[[int, int], None] | None = None
@@ -138,7 +138,7 @@ class Race:
         self._keep_if(lambda index: not self._surely_slower(index, leader), leader)
 
     def _keep_if(self, good: Callable[[int], bool], leader: int) -> None:
-        self.running = [i for i in self.running if i in (leader, self.favourite) or good(i)]
+        self.running = [i for i in self.running if i in (leader, self.baseline) or good(i)]
 
     def _surely_slower(self, index: int, leader: int) -> bool:
         ratio, error = compare(self.samples[index], self.samples[leader])
@@ -149,8 +149,8 @@ class Race:
             return
         ranked = sorted(self.running, key=lambda index: (typical(self.samples[index]), index))
         keep = ranked[: max(2, math.ceil(len(ranked) * 2 / 3))]
-        if self.favourite in ranked and self.favourite not in keep:
-            keep.append(self.favourite)
+        if self.baseline in ranked and self.baseline not in keep:
+            keep.append(self.baseline)
         self.running = keep
 
     def _settled(self) -> bool:
@@ -165,37 +165,37 @@ class Race:
         return True
 
     def _winner(self) -> int | None:
-        """The fastest that also wins its duel with the favourite; else the favourite."""
-        favourite = self.favourite
+        """The fastest that also wins its duel with the baseline; else the baseline."""
+        baseline = self.baseline
         while self.running:
             leader = self._leader()
-            if favourite not in self.running or leader == favourite:
+            if baseline not in self.running or leader == baseline:
                 return leader
-            assert favourite is not None
-            gain, error = compare(self.samples[favourite], self.samples[leader])
+            assert baseline is not None
+            gain, error = compare(self.samples[baseline], self.samples[leader])
             if not beats_the_noise(gain, error, 1):
-                return favourite
-            # So much faster in so many rounds that luck cannot have done it.
+                return baseline
+            # So much faster in so many rounds that noise cannot have done it.
             beyond_doubt = gain > max(0.1, 2 * SURE * error)
             if beyond_doubt and len(self.samples[leader]) >= DUEL[0]:
                 return leader
-            if self._wins_a_duel(leader, favourite):
+            if self._wins_a_duel(leader, baseline):
                 return leader
             self.running = [index for index in self.running if index != leader]
             self.sure = False
         return None
 
-    def _wins_a_duel(self, challenger: int, favourite: int) -> bool:
+    def _wins_a_duel(self, challenger: int, baseline: int) -> bool:
         """Whether it is faster by more than the noise in rounds of their own.
 
-        With simulated noise, 300 runs each: something slower replaced the favourite in at most 3,
+        With simulated noise, 300 runs each: something slower replaced the baseline in at most 3,
         without duels in up to 25; what is 10 % faster was found in 261, without duels in 195.
         """
-        pair = (challenger, favourite)
-        before = [len(self.samples[index]) for index in pair]  # the favourite may have had another
+        pair = (challenger, baseline)
+        before = [len(self.samples[index]) for index in pair]  # the baseline may have had another
         for done in range(1, DUEL[1] + 1):
             if self._is_out_of_time():  # all that was measured so far must do
-                gain, error = compare(self.samples[favourite], self.samples[challenger])
+                gain, error = compare(self.samples[baseline], self.samples[challenger])
                 return beats_the_noise(gain, error)
             self._round(pair)
             if not self.withdrawn.isdisjoint(pair):
@@ -216,7 +216,7 @@ def compare(slower: Sequence[float], faster: Sequence[float]) -> tuple[float, fl
     """How much slower the first is, as a logarithm, and the standard error of that.
 
     Only rounds that both ran are compared. Median and median deviation, because a burst of load or
-    one lucky sample must not decide.
+    one outlier must not decide.
     """
     together = min(len(slower), len(faster))
     ratios = [math.log(a / b) for a, b in zip(slower[:together], faster[:together], strict=True)]

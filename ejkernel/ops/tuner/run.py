@@ -1,4 +1,4 @@
-"""One run of a tuner over one work: build, race or search, and the outcome."""
+"""One run of a tuner over one tuning task: build, race or search, and the outcome."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..config.functions import Function
+from ..config.outcome import Outcome, Trial, TuningFailed, TuningInterrupted, Verdict
 from ..utils.stable import stable_json
 from .bench import Bench, BenchUnavailable, CandidateError
 from .build import Builder, reason_of
 from .clock import typical
-from .effort import DOUBT, PATIENCE, SETTLING, Budget
-from .outcome import Outcome, Trial, TuningFailed, TuningInterrupted, Verdict
 from .progress import Progress
 from .race import Race, Withdrawn, beats_the_noise, compare
-from .work import Work
+from .search.effort import DOUBT, PATIENCE, SETTLING, Budget
 
 if TYPE_CHECKING:
     from .tuner import Tuner
@@ -25,21 +25,55 @@ if TYPE_CHECKING:
 RACE_AT_MOST = 64  # a longer list of candidates is searched instead of raced, unless told otherwise
 
 
-class Run:
-    """One run of the tuner over one work: what was built, measured and refused so far."""
+@dataclasses.dataclass(frozen=True)
+class TuningTask:
+    """What is to be tuned: a function for every config, and how to know whether it is right.
 
-    def __init__(self, tuner: Tuner, work: Work, bench: Bench, progress: Progress) -> None:
+    Attributes:
+      name: what it is, for messages.
+      make_function: gives the function of a config; it takes `args` and `kwargs`.
+      args: the positional inputs to measure with.
+      kwargs: those by keyword.
+      candidates: the configs to try.
+      reference: what to compare outputs with; None compares with the baseline's output, or
+        not at all without a baseline.
+      baseline: the config that wins ties (the heuristic one).
+      reasons_against: why a config is not supported, if so.
+      known: what earlier runs found out, by the config's `stable_json`.
+      guard: a context manager made for each candidate, entered around its first run.
+      measured: what the functions compute, for the report.
+      notes: remarks to keep with the outcome.
+    """
+
+    name: str
+    make_function: Callable[[Any], Function]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    candidates: Sequence[Any]
+    reference: Function | None = None
+    baseline: Any = None
+    reasons_against: Callable[[Any], Sequence[str]] | None = None
+    known: Mapping[str, Trial[Any]] = dataclasses.field(default_factory=dict)
+    guard: Callable[[Any], Any] | None = None
+    measured: str = "forward"
+    notes: tuple[str, ...] = ()
+
+
+class TuningRun:
+    """One run of the tuner over one task: what was built, measured and refused so far."""
+
+    def __init__(self, tuner: Tuner, task: TuningTask, bench: Bench, progress: Progress) -> None:
         self._start = time.monotonic()
         self.tuner = tuner
-        self.work = work
+        self.task = task
         self.bench = bench
         self.progress = progress
         self.budget = Budget(tuner.seconds, tuner.evaluations)
         self.builder = Builder(
             bench,
-            work.make_function,
-            reasons_against=work.reasons_against,
-            guard=work.guard,
+            task.make_function,
+            reasons_against=task.reasons_against,
+            guard=task.guard,
             on_refused=progress.refused,
         )
         self._racing_seconds: float | None = None  # most time for the race
@@ -52,17 +86,17 @@ class Run:
         self._winner: str | None = None
 
     def run(self) -> Outcome[Any]:
-        work = self.work
-        fresh = [cfg for cfg in self._favourite_first() if stable_json(cfg) not in work.known]
+        task = self.task
+        fresh = [cfg for cfg in self._baseline_first() if stable_json(cfg) not in task.known]
         if fresh:
-            self._find_the_truth()
+            self._find_the_reference()
         try:
             if len(fresh) > RACE_AT_MOST and self.tuner.strategy != "exhaustive":
                 self._search(fresh)
             else:
                 self._race_all(fresh)
         except BenchUnavailable as error:
-            raise TuningFailed(f"{work.name}: candidates cannot be run: {error}") from error
+            raise TuningFailed(f"{task.name}: candidates cannot be run: {error}") from error
         except KeyboardInterrupt:
             raise TuningInterrupted(self._outcome("interrupted", strict=False)) from None
         finally:
@@ -71,29 +105,29 @@ class Run:
         assert outcome is not None
         return outcome
 
-    def _find_the_truth(self) -> None:
-        """Have something to compare with; a favourite that is yet to be built will be it."""
-        truth = self.work.reference
-        if truth is None and self._favourite_key in self.work.known:
-            truth = self.work.make_function(self.work.favourite)
-        if truth is None:
+    def _find_the_reference(self) -> None:
+        """Have something to compare with; a baseline that is yet to be built will be it."""
+        reference = self.task.reference
+        if reference is None and self._baseline_key in self.task.known:
+            reference = self.task.make_function(self.task.baseline)
+        if reference is None:
             return
         try:
-            self.builder.use_as_truth(truth)
+            self.builder.use_as_reference(reference)
         except Exception as error:
             raise TuningFailed(
-                f"{self.work.name}: the reference itself failed, so nothing can be checked: "
+                f"{self.task.name}: the reference itself failed, so nothing can be checked: "
                 f"{reason_of(error)}"
             ) from error
 
-    def _favourite_first(self) -> list[Any]:
-        """The favourite first: without a reference its output is what the others must equal."""
-        favourite = self._favourite_key
-        return sorted(self.work.candidates, key=lambda cfg: stable_json(cfg) != favourite)
+    def _baseline_first(self) -> list[Any]:
+        """The baseline first: without a reference its output is what the others must equal."""
+        baseline = self._baseline_key
+        return sorted(self.task.candidates, key=lambda cfg: stable_json(cfg) != baseline)
 
     @property
-    def _favourite_key(self) -> str | None:
-        return None if self.work.favourite is None else stable_json(self.work.favourite)
+    def _baseline_key(self) -> str | None:
+        return None if self.task.baseline is None else stable_json(self.task.baseline)
 
     # --- all of them -----------------------------------------------------------------------------
 
@@ -109,8 +143,8 @@ class Run:
         for cfg, handle in self.builder.build(configs):
             key = stable_json(cfg)
             self._configs[key] = cfg
-            if self.builder.truth is None and key == self._favourite_key:
-                self._trust_the_favourite(handle)
+            if self.builder.reference is None and key == self._baseline_key:
+                self._trust_the_baseline(handle)
             with contextlib.suppress(Withdrawn), self._blaming(key):
                 self.bench.warm_up(handle, self.tuner.warmup)
                 self.handles[key] = handle
@@ -122,17 +156,17 @@ class Run:
                 break
         return time.monotonic() - start
 
-    def _trust_the_favourite(self, handle: Any) -> None:
+    def _trust_the_baseline(self, handle: Any) -> None:
         try:
             self.builder.trust(handle)
         except CandidateError as error:
             raise TuningFailed(
-                f"{self.work.name}: the other candidates would be compared with the heuristic "
-                f"config {self.work.favourite}, but {error}. Give the kernel a `reference`."
+                f"{self.task.name}: the other candidates would be compared with the heuristic "
+                f"config {self.task.baseline}, but {error}. Give the kernel a `reference`."
             ) from error
 
     def _race(self, keys: list[str], rounds: int) -> None:
-        favourite = self._favourite_key
+        baseline = self._baseline_key
         self.progress.racing(len(keys), rounds)
         start, least = time.monotonic(), 2 * self.tuner.iters
 
@@ -148,7 +182,7 @@ class Run:
             [functools.partial(self._sample, key) for key in keys],
             screening=self.tuner.iters,
             rounds=max(rounds, self.tuner.iters),
-            favourite=keys.index(favourite) if favourite in keys else None,
+            baseline=keys.index(baseline) if baseline in keys else None,
             margin=self.tuner.effort.margin,
             seed=self.tuner.seed,
             on_round=self.progress.round,
@@ -172,16 +206,16 @@ class Run:
 
     def _see_that_it_repeats(self, key: str) -> None:
         handle = self.handles[key]
-        if handle is self.builder.truth:
+        if handle is self.builder.reference:
             return  # seen before it was trusted
-        wavering = self.bench.repeats(handle)
+        difference = self.bench.repeats(handle)
         self.bench.forget(handle)  # its output has been compared twice by now
-        if wavering is None:
+        if difference is None:
             return
-        if not wavering.harmless:
-            self.builder.refuse(self._configs[key], Verdict.UNSTEADY, wavering.reason)
+        if not difference.harmless:
+            self.builder.refuse(self._configs[key], Verdict.NON_DETERMINISTIC, difference.reason)
             raise Withdrawn
-        self.remarks[key] = wavering.reason
+        self.remarks[key] = difference.reason
 
     @contextlib.contextmanager
     def _blaming(self, key: str) -> Iterator[None]:
@@ -200,7 +234,7 @@ class Run:
     # --- a large space ---------------------------------------------------------------------------
 
     def _search(self, configs: list[Any]) -> None:
-        from .search import BATCH, Candidates, strategy_of
+        from .search.strategies import BATCH, Candidates, strategy_of
 
         tuner, effort = self.tuner, self.tuner.effort
         strategy = strategy_of(tuner.strategy, seed=tuner.seed)
@@ -223,14 +257,14 @@ class Run:
             (key for key, taken in self.samples.items() if taken and not self._is_refused(key)),
             key=lambda key: typical(self.samples[key]),
         )[: effort.finalists]
-        favourite = self._favourite_key
-        if favourite is not None and favourite in self.handles and favourite not in best:
-            best.extend([] if self._is_refused(favourite) else [favourite])
+        baseline = self._baseline_key
+        if baseline is not None and baseline in self.handles and baseline not in best:
+            best.extend([] if self._is_refused(baseline) else [baseline])
         if best:
             self._race(best, effort.rounds)
 
     def _evaluate(self, configs: list[Any]) -> None:
-        """A first impression of some candidates, in turns: a slow moment meets all of them.
+        """A first impression of some candidates, interleaved: a slow moment meets all of them.
 
         Beside compiling, more samples of a short program cost nothing, and they outlast the moment.
         """
@@ -251,22 +285,22 @@ class Run:
     # --- the result ------------------------------------------------------------------------------
 
     def _outcome(self, incomplete: str, *, strict: bool = True) -> Outcome[Any] | None:
-        work = self.work
-        trials = [self._trial(cfg) for cfg in work.candidates]
+        task = self.task
+        trials = [self._trial(cfg) for cfg in task.candidates]
         measured = {
             stable_json(trial.cfg): trial for trial in trials if trial.verdict is Verdict.MEASURED
         }
         if not measured:
             if strict:
-                raise TuningFailed(_all_failed(work.name, trials))
+                raise TuningFailed(_all_failed(task.name, trials))
             return None
         best = self._best(measured)
         return Outcome(
             best=best.cfg,
             trials=tuple(trials),
-            heuristic=work.favourite,
-            measured=work.measured,
-            notes=work.notes,
+            heuristic=task.baseline,
+            measured=task.measured,
+            notes=task.notes,
             clock=self.bench.clock,
             sure=self.sure,
             incomplete=incomplete if self._unfinished(trials) or not strict else "",
@@ -284,17 +318,17 @@ class Run:
         earlier = [trial for key, trial in measured.items() if not self.samples.get(key)]
         if winner is None:
             fastest = min(measured.values(), key=lambda trial: trial.seconds or 0.0)
-            favourite = measured.get(self._favourite_key or "")
-            return fastest if favourite is None else _faster(fastest, favourite)
+            baseline = measured.get(self._baseline_key or "")
+            return fastest if baseline is None else _faster(fastest, baseline)
         for trial in sorted(earlier, key=lambda trial: trial.seconds or 0.0)[:1]:
             winner = _faster(winner, trial)
         return winner
 
     def _trial(self, cfg: Any) -> Trial[Any]:
         key = stable_json(cfg)
-        if key in self.builder.twins:  # the same program has the same fate
-            twin = self.builder.twins[key]
-            taken = None if self._is_refused(twin) else self.samples.get(twin)
+        if key in self.builder.duplicates:  # the same program has the same fate
+            measured = self.builder.duplicates[key]
+            taken = None if self._is_refused(measured) else self.samples.get(measured)
             seconds = typical(taken) if taken else None
             return dataclasses.replace(self.builder.refused[key], seconds=seconds)
         if key in self.builder.refused:
@@ -303,8 +337,8 @@ class Run:
         if samples:
             remark = self.remarks.get(key, "")
             return Trial(cfg, Verdict.MEASURED, typical(samples), tuple(samples), remark)
-        if key in self.work.known:
-            return self.work.known[key]
+        if key in self.task.known:
+            return self.task.known[key]
         return Trial(cfg, Verdict.NOT_TRIED, reason=self.budget.exhausted or "not proposed")
 
 

@@ -8,46 +8,29 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
-from ..core.invocation import BatchAxes, Invocation, array_owners, is_inexact
+from ..config.functions import Function, call_with, function_maker, mapped
+from ..config.outcome import Outcome, TuningFailed, known_trials
+from ..core.invocation import Invocation, array_owners, is_inexact
 from ..core.kernel import Kernel
 from ..core.limits import reasons_against_config
-from ..core.running import run_unlabelled
-from ..core.static_part import StaticPart, split
-from ..core.supports import demand_of, without_demand
+from ..core.static_part import split
+from ..core.supports import without_demand
 from ..utils.stable import stable_json
 from .bench import CandidateError
 from .clock import typical
 from .inputs import needs_other_processes, outside_trace, random_like, realistic_inputs
-from .outcome import Outcome, TuningFailed, known_trials
-from .pruning import prune
+from .run import TuningTask
+from .search.pruning import prune
 from .tuner import Tuner
-from .work import Work
-
-if TYPE_CHECKING:
-    from ..config.tiers import Request
-
-Function = Callable[..., Any]
 
 logger = logging.getLogger(__name__)
 
 LONG_RUN_SECONDS = 30.0  # a single run that takes longer is worth a word
-
-
-def tune_request(
-    tuner: Tuner, request: Request, stored: Sequence[Mapping[str, Any]] = ()
-) -> Outcome[Any]:
-    """The outcome of tuning what a selection asked for; `stored` are trials of earlier runs."""
-    return tune_invocation(
-        tuner,
-        request.inv,
-        request.kernel,
-        stored=stored,
-    )
 
 
 def tune_invocation(
@@ -70,8 +53,8 @@ def tune_invocation(
     with outside_trace():
         with _blaming(name, "candidate_cfgs"):
             configs = kernel.candidates(inv) if candidates is None else candidates
-        favourite = _favourite(kernel, inv)
-        pruned = prune(tuner, kernel, inv, configs, favourite)
+        baseline = _baseline(kernel, inv)
+        pruned = prune(tuner, kernel, inv, configs, baseline)
         configs = pruned.candidates
         refused = _refused(kernel, inv, configs)
         with _blaming(name, "make_inputs"):
@@ -80,7 +63,7 @@ def tune_invocation(
         make_fn = function_maker(inv, kernel)
         reference = getattr(kernel, "reference", None)
         if reference is not None:
-            reference = _mapped(reference, inv)
+            reference = mapped(reference, inv)
         of_users, inputs = make_fn, args
         measured = "forward"
         notes = pruned.notes
@@ -105,17 +88,17 @@ def tune_invocation(
                 kernel.check_config(best, "the tuner returned", inv)
             except ValueError as error:
                 raise TuningFailed(f"{name}: {error}") from error
-            return Outcome(best, heuristic=favourite)
+            return Outcome(best, heuristic=baseline)
         known = {**pruned.trials, **known_trials(configs, stored)}
         return tuner.tune(
-            Work(
+            TuningTask(
                 name,
                 make_fn,
                 args,
                 kwargs,
                 configs,
                 reference=reference,
-                favourite=favourite,
+                baseline=baseline,
                 reasons_against=lambda cfg: refused.get(stable_json(cfg), ()),
                 known={key: trial for key, trial in known.items() if key not in refused},
                 guard=_crash_guard(tuner, inv),
@@ -133,7 +116,7 @@ def heuristic_seconds(tuner: Tuner, inv: Invocation[Any, Any], kernel: Kernel[An
         function = function_maker(inv, kernel)(cfg)
         arrays, rest = split(realistic_inputs(kernel, inv, tuner.seed))
         bench = tuner.bench(arrays)
-        handle = bench.compile(bench.lower(lambda *arrays: _call(function, rest, arrays)))
+        handle = bench.compile(bench.lower(lambda *arrays: call_with(function, rest, arrays)))
         guard = _crash_guard(tuner, inv) or contextlib.nullcontext
         with guard(cfg):
             bench.run(handle)
@@ -149,7 +132,7 @@ def _crash_guard(tuner: Tuner, inv: Invocation[Any, Any]) -> Callable[[Any], Any
     if tuner.isolation != "none":
         return None
     from ..utils.environment import NoHomeFolder
-    from .journal import Journal
+    from .isolation.journal import Journal
 
     key = str(inv.key)
     try:
@@ -231,7 +214,7 @@ def _blaming(name: str, method: str) -> Iterator[None]:
 def _refused(
     kernel: Kernel[Any, Any], inv: Invocation[Any, Any], configs: Sequence[Any]
 ) -> dict[str, list[str]]:
-    """Candidates that cannot serve the call, whatever an earlier run measured, with reasons."""
+    """Candidates that do not support the call, whatever an earlier run measured, with reasons."""
     return {
         stable_json(cfg): reasons
         for cfg in configs
@@ -239,41 +222,11 @@ def _refused(
     }
 
 
-def _favourite(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> Any:
+def _baseline(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> Any:
     try:
         return kernel.heuristic(inv)
     except NotImplementedError:
         return None
-
-
-def function_maker(
-    inv: Invocation[Any, Any], kernel: Kernel[Any, Any]
-) -> Callable[[Any], Function]:
-    """Gives the function of an invocation's arguments that runs a kernel with a config."""
-
-    demand = demand_of(inv.kwargs)
-
-    def make(cfg: Any) -> Function:
-        def function(*args: Any, **kwargs: Any) -> Any:
-            # `make_inputs` need not know about a demand for an implementation.
-            kwargs = {**without_demand(kwargs), **demand}
-            return run_unlabelled(dataclasses.replace(inv, args=args, kwargs=kwargs), kernel, cfg)
-
-        return _mapped(function, inv)
-
-    return make
-
-
-def _mapped(function: Function, inv: Invocation[Any, Any]) -> Function:
-    """The function over the whole batch, if the call is a batched one."""
-    batch = inv.batch_axes
-    if not isinstance(batch, BatchAxes) or batch.transform != "vmap":
-        return function
-
-    def batched(*args: Any, **kwargs: Any) -> Any:
-        return jax.vmap(lambda *args: function(*args, **kwargs), in_axes=batch.in_axes)(*args)
-
-    return batched
 
 
 def _random_cotangents(
@@ -293,24 +246,17 @@ def _random_cotangents(
         if function is None:
             continue
         try:
-            out = jax.eval_shape(lambda *a, f=function: _call(f, rest, a), *arrays)
+            out = jax.eval_shape(lambda *a, f=function: call_with(f, rest, a), *arrays)
             cotangents = random_like(
                 [leaf for leaf in jax.tree.leaves(out) if is_inexact(leaf)], seed=1
             )
-            jax.eval_shape(
-                lambda *a, f=function, c=cotangents: _call(with_gradients(f, names), rest, a, c),
-                *arrays,
-            )
+            both = with_gradients(function, names)
+            jax.eval_shape(lambda *a, f=both, c=cotangents: call_with(f, rest, a, c), *arrays)
         except Exception as error:  # noqa: BLE001  whatever it is, the result says so
             reason = f"{type(error).__name__}: {error}"
         else:
             return list(cotangents)
     return reason
-
-
-def _call(function: Function, rest: StaticPart, arrays: tuple[Any, ...], *before: Any) -> Any:
-    args, kwargs = rest.merge(arrays)
-    return function(*before, *args, **kwargs)
 
 
 def with_gradients(function: Function, names: tuple[str, ...]) -> Function:
@@ -326,7 +272,7 @@ def with_gradients(function: Function, names: tuple[str, ...]) -> Function:
 
         def forward(*values: Any) -> Any:
             filled = dict(zip(wanted, values, strict=True))
-            return _call(function, rest, tuple(filled.get(i, x) for i, x in enumerate(arrays)))
+            return call_with(function, rest, tuple(filled.get(i, x) for i, x in enumerate(arrays)))
 
         out, pull_back = jax.vjp(forward, *(arrays[i] for i in wanted))
         supply = iter(cotangents)

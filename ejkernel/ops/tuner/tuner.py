@@ -6,21 +6,21 @@ import collections
 import copy
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Self
 
 import jax
 
+from ..config.functions import Function, call_with
+from ..config.outcome import Outcome, TuningFailed
 from ..core.static_part import StaticPart, split
-from .bench import Bench, Clock, Function, LocalBench
+from .bench import Bench, Clock, LocalBench
 from .clock import Stopwatch, typical
-from .effort import Budget, Effort, effort_of
 from .inputs import outside_trace, random_like
-from .outcome import Outcome, TuningFailed
 from .progress import Progress
-from .pruning import Pruner
-from .run import Run
-from .work import Work
+from .run import TuningRun, TuningTask
+from .search.effort import Budget, Effort, effort_of
+from .search.pruning import Pruner
 
 Isolation = Literal["none", "process"]
 
@@ -151,38 +151,32 @@ class Tuner:
         No candidates is a `RuntimeError`, and so is "all failed", which lists each one's error.
         """
         return self.tune(
-            Work("autotune", make_fn, tuple(args), dict(kwargs), list(candidates))
+            TuningTask("autotune", make_fn, tuple(args), dict(kwargs), list(candidates))
         ).best
 
-    def tune(self, work: Work) -> Outcome[Any]:
-        """The winner among a work's candidates, with everything that was found."""
-        if not work.candidates:
-            raise TuningFailed(f"{work.name}: there are no candidates to tune")
+    def tune(self, task: TuningTask) -> Outcome[Any]:
+        """The winner among a task's candidates, with everything that was found."""
+        if not task.candidates:
+            raise TuningFailed(f"{task.name}: there are no candidates to tune")
         with outside_trace():
-            args, kwargs = random_like_if_abstract((work.args, dict(work.kwargs)), self.seed)
+            args, kwargs = random_like_if_abstract((task.args, dict(task.kwargs)), self.seed)
             arrays, rest = split((args, kwargs))
             flat = dataclasses.replace(
-                work,
-                make_function=lambda cfg: _flat(work.make_function(cfg), rest),
-                reference=None if work.reference is None else _flat(work.reference, rest),
+                task,
+                make_function=lambda cfg: _flat(task.make_function(cfg), rest),
+                reference=None if task.reference is None else _flat(task.reference, rest),
             )
             bench = self.bench(arrays)
-            with Progress(work.name, self.progress, self.on_step) as progress:
-                return Run(self, flat, bench, progress).run()
+            with Progress(task.name, self.progress, self.on_step) as progress:
+                return TuningRun(self, flat, bench, progress).run()
 
     def bench(self, arrays: list[Any]) -> Bench:
         """Where programs of these inputs are compiled, run and timed."""
         if self.isolation == "process":
-            from .isolation import WorkerBench
+            from .isolation.worker_bench import WorkerBench
 
             return WorkerBench(arrays, clock=self.clock)
         return LocalBench(arrays, self.timer, self.clock)
-
-
-def call_with(function: Function, rest: StaticPart, arrays: Sequence[Any]) -> Any:
-    """Call a function with arrays put back among its other arguments."""
-    args, kwargs = rest.merge(arrays)
-    return function(*args, **kwargs)
 
 
 def _flat(function: Function, rest: StaticPart) -> Function:

@@ -1,11 +1,15 @@
-"""Tables as notebooks show them: small, and whatever a text holds, it is shown and not obeyed."""
+"""Tables for people, in a terminal, a log file or a notebook.
+
+Whatever a text holds, it is shown and not obeyed.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
-from ...markup import escaped_markdown, markdown_table, tag
+from ...markup import escaped_markdown, markdown_table, one_line, tag
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,3 +73,47 @@ class Displayed:
 
     def _repr_markdown_(self) -> str:
         return self._shown().markdown()
+
+
+def text_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()
+) -> str:
+    """Columns as wide as their content; those numbered in `right` are aligned to the right."""
+    table = [list(header), *map(list, rows)]
+    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join([line(header), line(["-" * width for width in widths]), *map(line, rows)])
+
+
+def as_text(shown: Shown) -> str:
+    """A table for a terminal or a log file."""
+    rows = [[one_line(cell) for cell in row] for row in shown.rows]
+    title = [one_line(shown.title)] if shown.title else []
+    table = text_table(shown.header, rows, shown.right)
+    return "\n".join([*title, table, *map(one_line, shown.notes)])
+
+
+def brief(cfg: Any) -> str:
+    """A config without the fields that are None and without class names: `block=64`."""
+    if not dataclasses.is_dataclass(cfg) or isinstance(cfg, type):
+        return str(cfg)
+    shown = []
+    for field in dataclasses.fields(cfg):
+        value = getattr(cfg, field.name)
+        if dataclasses.is_dataclass(value):
+            shown.append(f"{field.name}({brief(value)})")
+        elif value is not None:
+            shown.append(f"{field.name}={value}")
+    return " ".join(shown)
+
+
+def milliseconds(seconds: float | None) -> str:
+    """`1.234 ms`, or a dash for nothing measured."""
+    return "-" if seconds is None else f"{seconds * 1e3:.4g} ms"

@@ -261,17 +261,19 @@ def default_key_builder_with_sharding(
     Use it as a kernel's `key_builder`, or call it with `(kernel, args, kwargs)`. Two calls of the
     same shapes get different keys when one of them is sharded over a mesh.
     """
-    from ..core.invocation import Invocation
-
-    inv: Invocation[Any, Any]
-    if isinstance(kernel_or_invocation, Invocation):
+    if _is_invocation(kernel_or_invocation):
         inv = kernel_or_invocation
-    elif isinstance(args, Invocation):  # as a class attribute it is called like a method
+    elif _is_invocation(args):  # as a class attribute it is called like a method
         inv = args
     else:
-        inv = Invocation(kernel=kernel_or_invocation, args=tuple(args), kwargs=dict(kwargs or {}))
+        inv = kernel_or_invocation.bind(*args, **(kwargs or {}))
     leaves = jax.tree.leaves((inv.args, dict(inv.kwargs)))
     shardings = [sharding_fingerprint(leaf) for leaf in leaves if is_array(leaf)]
     # A tracer of an array on one device shows no sharding: neither may the array itself.
     seen = ["none" if sharding == "single" else sharding for sharding in shardings]
     return short_hash({"call": inv.call_key, "shardings": seen})
+
+
+def _is_invocation(value: Any) -> bool:
+    # By what it can do: invocations are a layer above.
+    return hasattr(type(value), "call_key")

@@ -288,6 +288,15 @@ def _stamps(operation: Any) -> Iterator[tuple[str, str | None]]:
                 yield from _stamps(inner.operation)
 
 
+_default_selector: Callable[[], ConfigSelectorChain] | None = None
+
+
+def provide_default_selector(selector: Callable[[], ConfigSelectorChain]) -> None:
+    """Say who knows the configs of labels where nobody is named."""
+    global _default_selector
+    _default_selector = selector
+
+
 def labels_to_configs(
     source: Any, selector: ConfigSelectorChain | None = None
 ) -> list[tuple[str, Any]]:
@@ -297,9 +306,8 @@ def labels_to_configs(
     executor's is asked. Nothing is tuned: overlays, memory and disk are looked at, no more.
     """
     if selector is None:
-        from ..execution.executor import default_executor
-
-        selector = default_executor().selector
+        assert _default_selector is not None  # `ejkernel.ops` provides it when it is imported
+        selector = _default_selector()
     if isinstance(source, str):
         raise TypeError(
             "labels_to_configs takes a lowered computation or a list of labels, not one string; "

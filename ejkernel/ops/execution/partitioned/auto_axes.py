@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from ...config import ambient
+from ...config import context
 from ...core.partitioning import Dim
 from ...utils.meta import collecting_labels, marking_partitioned
 from .passes import Function, Pass, mappable
@@ -35,7 +35,7 @@ class AutoAxes:
 
         # Unique in the program: the labels of what the compiler makes of it are found by it.
         name = f"{work.call.label} {next(_numbers)}"
-        in_force = ambient.carried()  # the compiler asks from a thread of its own
+        in_force = context.carried()  # the compiler asks from a thread of its own
 
         def whole(*arrays: Any) -> list[Any]:
             return list(work.compute(None, arrays))

@@ -7,6 +7,9 @@ returns to the old executables without tracing again.
 
 The mirrored value is a string made of the layers' *content*. Two equal overlays are one key, and a
 collected one can never be mistaken for a new one at the same address.
+
+JAX's context belongs to a thread, and Python tells nobody when a thread goes from one asyncio task
+to another. So a task must not await inside a block; a call that is traced where one did is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +24,6 @@ from typing import TypeVar
 import jax
 
 from ..utils.settings import current_settings
-from . import tasks
 
 LayerT = TypeVar("LayerT", bound="Layer")
 
@@ -33,14 +35,14 @@ class Layer:
     content: str
 
 
-class Ambient(str):
+class Layers(str):
     """All layers in force; as a string, their content (cheap to hash and compare in C)."""
 
     layers: tuple[Layer, ...]
 
     @classmethod
-    def of(cls, layers: tuple[Layer, ...]) -> Ambient:
-        """The ambient made of these layers, outermost first."""
+    def of(cls, layers: tuple[Layer, ...]) -> Layers:
+        """The value made of these layers, outermost first."""
         self = cls("\n".join(layer.content for layer in layers))
         self.layers = layers
         return self
@@ -54,7 +56,7 @@ _state: contextvars.ContextVar[tuple[object, _Entered]] = contextvars.ContextVar
 )
 _thread = threading.local()
 
-# Created once, at import: JAX does not allow it beside other JAX calls.
+# Created once, at import: JAX does not allow it next to other JAX calls.
 _mirror = jax.make_user_context(None)
 _generation = jax.make_user_context(0)
 _generation_lock = threading.Lock()
@@ -66,10 +68,17 @@ def layers_in_force(kind: type[LayerT]) -> Iterator[LayerT]:
     They are read from the mirror, not from the `ContextVar`: what is in the jit key is what
     decides, or a cached program could disagree with its key.
     """
-    ambient = _mirror.value
-    if ambient is None:
+    mirrored = _mirror.value
+    if mirrored != _layers_of_this_task():
+        raise RuntimeError(
+            "an asyncio task awaited inside a block of ejkernel (overlay_cache, policy_override, "
+            "`with result:`), and this task would run with the configs of that one. Leave the "
+            "block before awaiting, or run the whole block in a thread: "
+            "await asyncio.to_thread(function)"
+        )
+    if mirrored is None:
         return
-    for layer in reversed(ambient.layers):
+    for layer in reversed(mirrored.layers):
         if isinstance(layer, kind):
             yield layer
 
@@ -79,7 +88,6 @@ def enter(owner: object, layer: Layer) -> None:
 
     An owner may enter several times; each `leave` takes away the latest.
     """
-    tasks.follow_switches(synchronise, keeping)
     _set_entered((*_entered(), (owner, layer)))
 
 
@@ -106,54 +114,45 @@ class Block(contextlib.AbstractContextManager[None]):
         leave(self)
 
 
+def carried() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """What is in force here and now, to be put in force in another thread."""
+    entered, settings = _entered(), current_settings()
+
+    @contextlib.contextmanager
+    def in_force() -> Iterator[None]:
+        with settings():
+            before = _entered()
+            _set_entered(entered)
+            try:
+                yield
+            finally:
+                _set_entered(before)
+
+    return in_force
+
+
 def _entered() -> _Entered:
     thread, entered = _state.get()
     return entered if thread is _this_thread() else ()
 
 
 def _set_entered(entered: _Entered) -> None:
+    """Put exactly these layers in force in this task, and in JAX's context of this thread."""
     _state.set((_this_thread(), entered))
-    synchronise()
+    wanted = _layers_of_this_task()
+    if _mirror.value != wanted:
+        _mirror(wanted).__enter__()
+
+
+def _layers_of_this_task() -> Layers | None:
+    layers = tuple(layer for _, layer in _entered())
+    return Layers.of(layers) if layers else None
 
 
 def _this_thread() -> object:
     if not hasattr(_thread, "token"):
         _thread.token = object()  # unlike a thread's number, never used again
     return _thread.token
-
-
-def synchronise() -> None:
-    """Make JAX's thread-local value what the current thread or task has in force."""
-    layers = tuple(layer for _, layer in _entered())
-    _mirror_now(Ambient.of(layers) if layers else None)
-
-
-@contextlib.contextmanager
-def keeping() -> Iterator[None]:
-    """Give JAX's thread-local value back as it was, whatever the block does to it."""
-    before = _mirror.value
-    try:
-        yield
-    finally:
-        _mirror_now(before)
-
-
-def carried() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """What is in force here and now, to be put in force in another thread."""
-    now, settings = _mirror.value, current_settings()
-
-    @contextlib.contextmanager
-    def in_force() -> Iterator[None]:
-        with settings(), keeping():
-            _mirror_now(now)
-            yield
-
-    return in_force
-
-
-def _mirror_now(wanted: Ambient | None) -> None:
-    if _mirror.value != wanted:
-        _mirror(wanted).__enter__()
 
 
 def forget_traces() -> None:

@@ -1,4 +1,4 @@
-"""How fast some programs really are: many interleaved rounds, and no luck in who is the best."""
+"""How fast some programs really are: many interleaved rounds, and no noise in who is the best."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ejkernel.ops.tuner.clock import Stopwatch, typical
 
 
-class Truth:
+class ReferenceTimes:
     """Careful times of programs that compute the same.
 
     Args:
@@ -36,7 +36,7 @@ class Truth:
             for name in names:
                 self._samples[name].append(self._watches[name].sample())
 
-    def beside_the_best(self, name: Hashable) -> float:
+    def versus_the_best(self, name: Hashable) -> float:
         """The time of one by that of the best.
 
         Of many that are about as fast, the one that comes out first has also been lucky, and

@@ -1,8 +1,8 @@
-"""The process that candidates run in: `python -m ejkernel.ops.tuner.worker READ WRITE NOTICES`.
+"""The process that candidates run in: `process.py` starts it with the numbers of its pipes.
 
 It owns the device and runs none of the user's code: it is given StableHLO programs and input
 arrays, and does with them what `LocalBench` does. Whatever a program does to this process, the
-parent lives on (see `isolation.py`). It exits when the parent's end of the pipe closes.
+parent lives on (see `worker_bench.py`). It exits when the parent's end of the pipe closes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from jax.experimental import serialize_executable
 
 from ejkernel.native import loading as native
 
-from ..utils.serialize import dtype_name
-from .bench import CandidateError, Clock, LocalBench, LocalHandle, Lowered
-from .judge import differs
+from ...utils.serialize import dtype_name
+from ..bench import CandidateError, Clock, LocalBench, LocalHandle, Lowered
+from ..judge import differs
 
-NOTICE = "!Q"  # the number of a handle, in the pipe of what is told unasked
+NOTIFICATION = "!Q"  # the number of a handle, in the pipe of what is told unasked
 MOST_COMPILERS = 8  # programs that are compiled at the same time
 
 Header = dict[str, Any]
@@ -131,11 +131,11 @@ def _abstract(description: list[Any]) -> jax.ShapeDtypeStruct:
 # --- programs ------------------------------------------------------------------------------------
 
 
-class _Program:
+class _ReceivedProgram:
     """A program as `LocalBench.compile` wants it: something to `compile()`.
 
     `jax.export` can write an `Exported` to bytes only if the optional package flatbuffers is
-    there. So only the module travels; the rest of the `Exported` is taken from that of a trivial
+    there. So only the module is sent; the rest of the `Exported` is taken from that of a trivial
     program of the same inputs and outputs, made here.
     """
 
@@ -197,13 +197,13 @@ class _Bench:
         self._like: dict[str, export.Exported] = {}
         self._making_like = threading.Lock()
 
-    def program(self, header: Header, module: bytes) -> _Program:
+    def program(self, header: Header, module: bytes) -> _ReceivedProgram:
         native.load_same(header["native"])
         signature = json.dumps([header["platform"], header["outputs"]])
         with self._making_like:
             if signature not in self._like:
                 self._like[signature] = self._trivial(header)
-        return _Program(module, header["kept"], self._like[signature])
+        return _ReceivedProgram(module, header["kept"], self._like[signature])
 
     def _trivial(self, header: Header) -> export.Exported:
         """A program with the same inputs and outputs that does nothing."""
@@ -221,8 +221,8 @@ class _Bench:
 class _Worker:
     """Does what the parent asks for: one method per request."""
 
-    def __init__(self, notices: int) -> None:
-        self._notices = notices
+    def __init__(self, notifications: int) -> None:
+        self._notifications = notifications
         self._benches: dict[int, _Bench] = {}
         self._compilers = ThreadPoolExecutor(MOST_COMPILERS)
 
@@ -268,7 +268,7 @@ class _Worker:
         return {}, _payload(handle.compiled)
 
     def do_begin(self, header: Header, blobs: list[bytearray]) -> tuple[Header, list[bytes]]:
-        """Compile beside what else is asked for; a notice tells when to ask for `compiled`."""
+        """Compile alongside other requests; a notification tells when to ask for `compiled`."""
         bench = self._benches[header["bench"]]
 
         def compiled() -> tuple[LocalHandle, list[bytes]]:
@@ -277,7 +277,7 @@ class _Worker:
             return handle, _payload(handle.compiled)
 
         def tell(_: object) -> None:
-            os.write(self._notices, struct.pack(NOTICE, header["handle"]))
+            os.write(self._notifications, struct.pack(NOTIFICATION, header["handle"]))
 
         bench.compiling[header["handle"]] = self._compilers.submit(compiled)
         bench.compiling[header["handle"]].add_done_callback(tell)
@@ -305,9 +305,9 @@ class _Worker:
 
     def do_compare(self, header: Header, blobs: list[bytearray]) -> tuple[Header, list[bytes]]:
         bench, handle = self._find(header)
-        truth = bench.handles[header["truth"]]
+        reference = bench.handles[header["reference"]]
         # One by one: only the parent knows what the outputs are called.
-        for index, pair in enumerate(zip(handle.output, truth.output, strict=True)):
+        for index, pair in enumerate(zip(handle.output, reference.output, strict=True)):
             reason = differs(*pair)
             if reason is not None:
                 return {"output": index, "reason": reason}, []
@@ -324,8 +324,8 @@ class _Worker:
 
     def do_repeats(self, header: Header, blobs: list[bytearray]) -> tuple[Header, list[bytes]]:
         bench, handle = self._find(header)
-        wavering = bench.local.repeats(handle)
-        return {"wavering": wavering and dataclasses.asdict(wavering)}, []
+        difference = bench.local.repeats(handle)
+        return {"difference": difference and dataclasses.asdict(difference)}, []
 
     def _find(self, header: Header) -> tuple[_Bench, LocalHandle]:
         bench = self._benches[header["bench"]]
@@ -385,7 +385,7 @@ def serve_parent(worker: Answering) -> None:
 def main() -> None:
     """Run and time candidates for the parent."""
     sys.setswitchinterval(0.0005)  # the parent need not wait until a compiling thread gives way
-    serve_parent(_Worker(notices=int(sys.argv[3])))
+    serve_parent(_Worker(notifications=int(sys.argv[3])))
 
 
 if __name__ == "__main__":

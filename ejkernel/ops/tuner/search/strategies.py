@@ -129,9 +129,9 @@ class Random:
     name: ClassVar[str] = "random"
 
     def propose(self, candidates: Candidates, history: History, count: int) -> list[int]:
-        luck = np.random.default_rng(self.seed).random(len(candidates))
-        luck[:1] = -1  # the heuristic's choice
-        return sorted(_left(candidates, history), key=luck.__getitem__)[: max(count, 0)]
+        order = np.random.default_rng(self.seed).random(len(candidates))
+        order[:1] = -1  # the heuristic's choice
+        return sorted(_left(candidates, history), key=order.__getitem__)[: max(count, 0)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,13 +182,13 @@ class ModelGuided:
             count = 1
         features = surrogate.standardised(candidates.features)
         # Of several far ones the seed decides.
-        luck = np.random.default_rng(self.seed).uniform(0.75, 1.25, len(candidates))
+        jitter = np.random.default_rng(self.seed).uniform(0.75, 1.25, len(candidates))
         chosen: list[int] = []
         distance = np.full(len(candidates), np.inf)
         for index in sorted(history):
             distance = np.minimum(distance, ((features - features[index]) ** 2).sum(axis=1))
         for _ in range(min(count, len(candidates) - len(history))):
-            score = distance * luck
+            score = distance * jitter
             score[[*history, *chosen]] = -1
             index = 0 if 0 not in history and not chosen else int(score.argmax())
             chosen.append(index)

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...store.reading import parse_json, read_regular
-from .clock import typical
-from .search import BATCH, Candidates, Strategy, strategy_of
+from ejkernel.ops.tuner.clock import typical
+from ejkernel.ops.tuner.search.strategies import BATCH, Candidates, Strategy, strategy_of
+from ejkernel.store.reading import parse_json, read_regular
 
 FORMAT = 1
 SAMPLES_PER_EVALUATION = 3  # what a search can afford for every candidate it tries
@@ -63,7 +63,7 @@ class Table:
         return len(self.configs)
 
     @property
-    def truth(self) -> tuple[float | None, ...]:
+    def seconds(self) -> tuple[float | None, ...]:
         """The typical seconds of every config, from all of its samples; None if it failed."""
         return tuple(typical(samples) if samples else None for samples in self.samples)
 
@@ -178,8 +178,8 @@ def replay_at(
         raise ValueError(f"replay: evaluations must be at least 1; got {list(budgets)}")
     strategy = strategy_of(strategy, seed)
     candidates = Candidates(table.configs)
-    truth = table.truth
-    best = min(seconds for seconds in truth if seconds is not None)
+    times = table.seconds
+    best = min(seconds for seconds in times if seconds is not None)
     history: dict[int, float | None] = {}
     stops: dict[int, Replayed] = {}
     for budget in sorted(set(budgets)):
@@ -190,7 +190,7 @@ def replay_at(
             for index in proposed:
                 history[index] = _evaluated(table.samples[index], f"{seed} {index}")
         chosen = _winner(table, history, finalists, rounds, seed)
-        seconds = None if chosen is None else truth[chosen]
+        seconds = None if chosen is None else times[chosen]
         ratio = math.inf if seconds is None else seconds / best
         stops[budget] = Replayed(chosen, ratio, len(history))
     return [stops[budget] for budget in budgets]

@@ -1,6 +1,6 @@
-"""Signs of life of a process that decides, so that those who wait can tell slow from dead.
+"""Heartbeats of a process that decides, so that those who wait can tell slow from dead.
 
-Nobody answers a sign of life and nobody waits for one: a measurement that runs meanwhile shares its
+Nobody answers a heartbeat and nobody waits for one: a measurement that runs meanwhile shares its
 process with one short message every few seconds, and synchronises with nothing.
 """
 
@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 from ..ops.config.agreement import AgreementError
 from .coordination import CoordinationService
@@ -19,7 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 def longest_silence(limit: float) -> float:
-    """After how many seconds without a sign a process counts as dead; `limit` is the longest wait.
+    """After how many seconds without a heartbeat a process counts as dead.
+
+    `limit` is the longest wait for an answer.
 
     At most a minute: JAX itself ends all processes of a job about 100 seconds after it lost one,
     and by then the reason should have been said.
@@ -27,30 +28,25 @@ def longest_silence(limit: float) -> float:
     return min(60.0, limit / 2)
 
 
-def beat_interval(limit: float) -> float:
-    """How often signs are given: often enough that losing a few of them is no alarm."""
+def heartbeat_interval(limit: float) -> float:
+    """How often heartbeats are given: often enough that losing a few of them is no alarm."""
     return longest_silence(limit) / 5
 
 
-class Beating:
-    """Gives signs of life while the block runs. A block that is quickly over gives none."""
+class Heartbeat:
+    """Gives heartbeats while the block runs. A block that is quickly over gives none."""
 
     def __init__(self, service: CoordinationService, key: str, every: float) -> None:
         self._service = service
         self._key = key
         self._every = every
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="ejkernel-beating", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="ejkernel-heartbeat", daemon=True)
 
     def __enter__(self) -> None:
         self._thread.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._over.set()
         self._thread.join(timeout=self._every)
 
@@ -61,12 +57,12 @@ class Beating:
             try:
                 self._service.set(self._key, str(count))
             except AgreementError as error:
-                logger.warning("ejkernel: no more signs of life while deciding: %s", error)
+                logger.warning("ejkernel: no more heartbeats while deciding: %s", error)
                 return
 
 
-class Listening:
-    """Watches for the signs of life that another process gives under a key."""
+class HeartbeatMonitor:
+    """Watches for the heartbeats that another process gives under a key."""
 
     def __init__(
         self, service: CoordinationService, key: str, clock: Callable[[], float] = time.monotonic
@@ -78,7 +74,7 @@ class Listening:
         self._heard_at = clock()
 
     def silent_for(self) -> float:
-        """Seconds since the last sign; since listening began, if there was none yet."""
+        """Seconds since the last heartbeat; since monitoring began, if there was none yet."""
         sign = self._service.try_get(self._key)
         if sign != self._sign:
             self._sign, self._heard_at = sign, self._clock()

@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 
 from ...store.reading import parse_json
-from .fingerprint import abstractify, abstractify_arguments, is_array, leaf_signature
-from .serialize import from_plain, is_dtype_like, qualified_name, to_plain
+from ..utils.fingerprint import abstractify, abstractify_arguments, is_array, leaf_signature
+from ..utils.serialize import from_plain, is_dtype_like, qualified_name, to_plain
 
 if TYPE_CHECKING:
-    from ..core.invocation import Invocation
-    from ..core.kernel import Kernel
+    from .invocation import Invocation
+    from .kernel import Kernel
 
 _ARRAY = re.compile(r"(?P<dtype>[a-z0-9_]+)\[(?P<shape>[\d,]*)\](?P<weak>~?)")
 
@@ -62,7 +62,7 @@ def write_specification(
 
 
 def _batch_to_plain(batch: Any) -> dict[str, Any]:
-    from ..core.invocation import BatchAxes
+    from .invocation import BatchAxes
 
     if not isinstance(batch, BatchAxes):
         raise TypeError("batch axes of the caller's own cannot be written")
@@ -101,7 +101,7 @@ def read_specification(text: str) -> Invocation[Any, Any]:
     The kernel is one that lives in this process under the same operation id; else its module is
     imported and its class constructed without arguments.
     """
-    from ..core.invocation import BatchAxes, Invocation
+    from .invocation import BatchAxes, Invocation
 
     try:
         spec = parse_json(text.replace('"', "\\u0022").replace("'", '"'), nan=True)
@@ -172,8 +172,8 @@ def _readable(plain: Any) -> str:
 
 def find_kernel(op_id: str, qualified: str) -> Kernel[Any, Any]:
     """The kernel with this operation id: alive already, or made from its class."""
-    from ..core import catalog
-    from ..core.kernel import Kernel
+    from . import catalog
+    from .kernel import Kernel
 
     alive = catalog.find(op_id)
     if alive is not None:

@@ -1,4 +1,4 @@
-"""How a function and its inputs travel to a worker: as a program and as plain arrays.
+"""How a function and its inputs are sent to a worker: as a program and as plain arrays.
 
 The parent traces and exports; what only this process understands (how outputs are nested and named,
 which arrays are random keys) stays here.
@@ -19,14 +19,15 @@ from jax import export
 from ejkernel.native import loading as native
 from ejkernel.native.calling import in_exports
 
-from ..utils.locations import without_locations
-from ..utils.stable import short_hash
-from .bench import CandidateError, Function, Lowered
+from ...config.functions import Function
+from ...utils.locations import without_locations
+from ...utils.stable import short_hash
+from ..bench import CandidateError, Lowered
 from .worker import ANY_CUSTOM_CALL, Header, describe
 
 
 class Input:
-    """An input array as it travels: key arrays as the numbers they are made of."""
+    """An input array as it is sent: key arrays as the numbers they are made of."""
 
     def __init__(self, array: Any) -> None:
         self._key_kind = None
@@ -47,7 +48,7 @@ class Input:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class ExportedProgram:
     """A traced function: what the worker needs, and what its outputs are called here."""
 
     module: bytes
@@ -92,7 +93,7 @@ def exported(function: Function, inputs: Sequence[Input], platform: str) -> Lowe
     named = [str(part) for part in jax.tree_util.tree_flatten_with_path(outputs)]
     module = made.mlir_module_serialized
     fingerprint = short_hash("\n".join((hashlib.sha256(module).hexdigest(), *named)), 32)
-    return Lowered(fingerprint, Program(module, header, outputs))
+    return Lowered(fingerprint, ExportedProgram(module, header, outputs))
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -101,7 +102,7 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _plain(leaf: Any) -> Any:
-    """An output as it travels: an ordinary array."""
+    """An output as it is sent: an ordinary array."""
     dtype = jax.typeof(leaf).dtype
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return jax.random.key_data(leaf)

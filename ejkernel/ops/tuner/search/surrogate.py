@@ -102,11 +102,11 @@ def _by_forest(
     from sklearn.tree import ExtraTreeRegressor
 
     table = _with_pairs(features).astype(np.float32)
-    luck = np.random.RandomState(int(np.random.default_rng(seed).integers(2**31)))
+    generator = np.random.RandomState(int(np.random.default_rng(seed).integers(2**31)))
     # Single trees: the forest class spends three quarters of its time on making them. What they
     # are given is right by construction, so they need not check it.
     trees: list[Any] = [
-        ExtraTreeRegressor(max_features=1.0, random_state=luck) for _ in range(_TREES)
+        ExtraTreeRegressor(max_features=1.0, random_state=generator) for _ in range(_TREES)
     ]
     with sklearn.config_context(skip_parameter_validation=True):
         for tree in trees:

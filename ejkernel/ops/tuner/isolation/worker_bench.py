@@ -19,11 +19,12 @@ from typing import Any, Self, TypeVar
 import jax
 from jax import export
 
-from ..utils.fingerprint import current_device
-from .bench import CandidateError, Clock, Function, Lowered
-from .judge import Wavering, differs
+from ...config.functions import Function
+from ...utils.fingerprint import current_device
+from ..bench import CandidateError, Clock, Lowered
+from ..judge import NonDeterminism, differs
 from .process import SHARED, START_SECONDS, WorkerLost, WorkerUnavailable, worker_pid
-from .travel import Input, exported
+from .program_export import Input, exported
 from .worker import Blob, Header, describe, raw
 
 T = TypeVar("T")
@@ -70,7 +71,7 @@ class WorkerBench:
     """Runs candidates in a worker process: the `Bench` that survives them.
 
     All benches of this process share one worker, which takes one request at a time, so that
-    nothing else runs on its device while it measures; only compiling goes on beside that. Any
+    nothing else runs on its device while it measures; only compiling goes on meanwhile. Any
     method may raise `CandidateError` (the candidate failed), `CandidateDied` (and took the worker
     with it; it stays dead) or `WorkerUnavailable` (nobody's fault).
 
@@ -99,7 +100,7 @@ class WorkerBench:
         self._inputs = [Input(array) for array in arrays]
         self._inputs_in = 0
         self._compile_seconds, self._run_seconds = compile_seconds, run_seconds
-        self._dead: dict[str, str] = {}  # by fingerprint: a twin would die the same way
+        self._dead: dict[str, str] = {}  # by fingerprint: a duplicate would die the same way
         self._number = next(_NUMBERS)
         self._close = weakref.finalize(self, SHARED.garbage.append, ("bench", self._number, 0))
 
@@ -134,12 +135,12 @@ class WorkerBench:
     def run(self, handle: WorkerHandle) -> None:
         self._steadily(handle, lambda: self._run(handle))
 
-    def compare(self, handle: WorkerHandle, truth: WorkerHandle) -> str | None:
-        for side in (handle, truth):
+    def compare(self, handle: WorkerHandle, reference: WorkerHandle) -> str | None:
+        for side in (handle, reference):
             self._refuse_dead(side)
             if not side.has_run:
                 raise RuntimeError("a program has no output to compare before it has run")
-        got, wanted = handle.lowered.program.outputs, truth.lowered.program.outputs
+        got, wanted = handle.lowered.program.outputs, reference.lowered.program.outputs
         if jax.tree.structure(got) != jax.tree.structure(wanted):  # type: ignore[operator]
             return differs(got, wanted)
         named = jax.tree_util.tree_leaves_with_path(got)
@@ -151,10 +152,10 @@ class WorkerBench:
                 )
 
         def action() -> Header:
-            for side in (handle, truth):
+            for side in (handle, reference):
                 if side.output_in != SHARED.generation:
                     self._run(side)
-            return self._ask(handle, "compare", "comparing", truth=truth.number)
+            return self._ask(handle, "compare", "comparing", reference=reference.number)
 
         answer = self._steadily(handle, action)
         if answer["reason"] is None:
@@ -177,14 +178,14 @@ class WorkerBench:
         self.clock = answer["clock"]
         return float(answer["seconds"])
 
-    def repeats(self, handle: WorkerHandle) -> Wavering | None:
+    def repeats(self, handle: WorkerHandle) -> NonDeterminism | None:
         def action() -> Header:
             if handle.output_in != SHARED.generation:
                 self._run(handle)
             return self._ask(handle, "repeats", "running")
 
-        answer = self._steadily(handle, action)["wavering"]
-        return None if answer is None else Wavering(**answer)
+        answer = self._steadily(handle, action)["difference"]
+        return None if answer is None else NonDeterminism(**answer)
 
     def forget(self, handle: WorkerHandle) -> None:
         handle.has_run, handle.output_in = False, 0
@@ -200,7 +201,7 @@ class WorkerBench:
         handle.loaded_in = SHARED.generation
 
     def _is_compiled(self, handle: WorkerHandle) -> bool:
-        """Begin compiling, or see whether that is done: several compile beside each other.
+        """Begin compiling, or see whether that is done: several compile at the same time.
 
         One that compiled when an earlier worker ended is done alone: it may have been the reason.
         """
@@ -212,7 +213,7 @@ class WorkerBench:
             handle.begun_in, handle.begun_at = SHARED.generation, time.monotonic()
             SHARED.compiling.add(handle.number)
             assert SHARED.process is not None
-            handle.compiled = SHARED.process.notices.expect(handle.number)
+            handle.compiled = SHARED.process.notifications.expect(handle.number)
             self._ask(handle, "begin", "compiling", None, [program.module], **program.header)
             return False
         try:

@@ -14,8 +14,8 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 
-from .bench import BenchUnavailable
-from .worker import NOTICE, Blob, Channel, Disconnected, Header
+from ..bench import BenchUnavailable
+from .worker import NOTIFICATION, Blob, Channel, Disconnected, Header
 
 START_SECONDS = 120.0  # importing JAX takes seconds, on a busy machine many
 _LONGEST_LOG = 1 << 20
@@ -52,15 +52,15 @@ class Process:
 
     def __init__(
         self,
-        module: str = "ejkernel.ops.tuner.worker",
+        module: str = "ejkernel.ops.tuner.isolation.worker",
         environment: Mapping[str, str] | None = None,
     ) -> None:
         if os.name != "posix" or not sys.executable:
             raise WorkerUnavailable("workers need POSIX pipes and a Python executable")
         self._log = _unnamed_file()
         self._heard = 0  # how long the log was when it last answered
-        requests, replies, notices = os.pipe(), os.pipe(), os.pipe()
-        theirs = (requests[0], replies[1], notices[1])
+        requests, replies, notifications = os.pipe(), os.pipe(), os.pipe()
+        theirs = (requests[0], replies[1], notifications[1])
         path = json.dumps([str(folder) for folder in sys.path])
         try:
             self._process = subprocess.Popen(
@@ -77,7 +77,7 @@ class Process:
                 os.close(descriptor)
         self.pid = self._process.pid
         self._channel = Channel(replies[0], requests[1])
-        self.notices = Notices(notices[0])
+        self.notifications = CompileNotifications(notifications[0])
         self._closed = False
 
     def ask(
@@ -153,7 +153,7 @@ class Process:
         return f"; its last words: {words[-1][:300]}" if words else ""
 
 
-class Notices:
+class CompileNotifications:
     """What a worker tells unasked: the numbers of the handles whose programs are compiled.
 
     To be waited for, where asking again and again would take the time of those who compile.
@@ -164,7 +164,7 @@ class Notices:
         self._lock = threading.Lock()
         self._awaited: dict[int, threading.Event] = {}
         self._ended = False
-        threading.Thread(target=self._listen, name="ejkernel-notices", daemon=True).start()
+        threading.Thread(target=self._listen, name="ejkernel-notifications", daemon=True).start()
 
     def expect(self, number: int) -> threading.Event:
         """What is set as soon as this number is told, or none will be told any more."""
@@ -180,8 +180,8 @@ class Notices:
         os.close(self._reading)
 
     def _listen(self) -> None:
-        while notice := os.read(self._reading, struct.calcsize(NOTICE)):
-            (number,) = struct.unpack(NOTICE, notice)
+        while notification := os.read(self._reading, struct.calcsize(NOTIFICATION)):
+            (number,) = struct.unpack(NOTIFICATION, notification)
             with self._lock:
                 event = self._awaited.pop(number, None)
             if event is not None:
@@ -212,7 +212,7 @@ class Shared:
         # a finalizer, which may run anywhere, only has to append.
         self.garbage: list[tuple[str, int, int]] = []
         self.process: Process | None = None
-        self.compiling: set[int] = set()  # handles that are compiled beside other requests
+        self.compiling: set[int] = set()  # handles that are compiled alongside other requests
         self.one_at_a_time = False  # once a worker ended and it was not clear who was to blame
         self._settings: Header | None = None
 
@@ -248,7 +248,7 @@ class Shared:
         """A forked child has no worker: the one it sees is its parent's."""
         if self.process is not None:
             self.process.abandon()
-            self.process.notices.forget_in_fork()
+            self.process.notifications.forget_in_fork()
         self.__init__()  # type: ignore[misc]  # the lock too: who held it is not here
 
 

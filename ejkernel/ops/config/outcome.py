@@ -9,7 +9,7 @@ from typing import Any, Generic
 
 from ...markup import printable
 from ..core.types import Cfg
-from ..utils.display import Displayed, Shown
+from ..utils.display import Displayed, Shown, as_text, brief, milliseconds
 from ..utils.serialize import to_plain
 from ..utils.stable import stable_json
 
@@ -31,7 +31,7 @@ class Verdict(enum.Enum):
 
     MEASURED = "measured"
     WRONG = "wrong"
-    UNSTEADY = "not deterministic"
+    NON_DETERMINISTIC = "non-deterministic"
     FAILED = "failed"
     UNSUPPORTED = "unsupported"
     DUPLICATE = "duplicate"
@@ -71,7 +71,7 @@ class Outcome(Displayed, Generic[Cfg]):
       notes: remarks, such as why something was not measured.
       clock: whose time that is: the `"device"`'s own, or the `"wall"` clock's.
       sure: the race ended because the winner was sure, not because rounds ran out.
-      incomplete: why the run was cut short, or an empty string.
+      incomplete: why the run was interrupted, or an empty string.
       took: seconds that the run took, compiling included.
     """
 
@@ -114,7 +114,7 @@ class Outcome(Displayed, Generic[Cfg]):
         return "; ".join((text, *self.notes))
 
     def about(self) -> dict[str, Any]:
-        """What is kept beside the config in a store, as plain data."""
+        """What is stored with the config in a store, as plain data."""
         return {
             "measured": self.measured,
             "clock": self.clock,
@@ -130,17 +130,36 @@ class Outcome(Displayed, Generic[Cfg]):
 
     def explain(self) -> str:
         """Every candidate with its time or its reason, the fastest first."""
-        from ..execution.tables import as_text, outcome_table
-
-        return as_text(outcome_table(self))
+        return as_text(_table(self))
 
     def _shown(self) -> Shown:
-        from ..execution.tables import outcome_table
-
-        return outcome_table(self, self.summary())
+        return _table(self, self.summary())
 
     def __str__(self) -> str:
         return f"{self.summary()}\n{self.explain()}"
+
+
+def _table(outcome: Outcome[Any], title: str = "") -> Shown:
+    """Every candidate of a tuning run with its time or its reason, the fastest first."""
+    heuristic = None if outcome.heuristic is None else outcome.seconds(outcome.heuristic)
+
+    def row(trial: Trial[Any]) -> tuple[str, ...]:
+        marks = []
+        if trial.cfg == outcome.best:
+            marks.append("best")
+        if trial.cfg == outcome.heuristic:
+            marks.append("heuristic")
+        if trial.reason and trial.verdict is Verdict.MEASURED:
+            marks.append(trial.reason)
+        if trial.seconds is None:
+            return (brief(trial.cfg), trial.verdict.value, "", "", trial.reason)
+        speedup = f"{heuristic / trial.seconds:.3f}" if heuristic else "-"
+        taken = f"{len(trial.samples)} samples"
+        return (brief(trial.cfg), milliseconds(trial.seconds), speedup, taken, ", ".join(marks))
+
+    ranked = sorted(outcome.trials, key=lambda trial: trial.seconds or float("inf"))
+    header = ("config", "time", "speedup", "", "")
+    return Shown(title, header, [row(trial) for trial in ranked], right=(1, 2))
 
 
 def known_trials(

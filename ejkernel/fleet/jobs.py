@@ -1,6 +1,6 @@
-"""One operation to be tuned elsewhere: how it travels, and what comes back.
+"""One operation to be tuned elsewhere: how it is sent, and what comes back.
 
-A call travels as its specification, the text that programs carry too: the name of the kernel's
+A call is sent as its specification, the text that programs carry too: the name of the kernel's
 class, shapes, static values. Nothing of the user's is pickled. The worker imports the kernel by its
 name, and refuses, with the reason, what it cannot find.
 """
@@ -18,22 +18,22 @@ from ..ops.config.policy import AutotunePolicy
 from ..ops.config.selection import ConfigSelectorChain
 from ..ops.core.invocation import Invocation
 from ..ops.core.kernel import Kernel
+from ..ops.core.specification import SpecificationError, read_specification, write_specification
 from ..ops.utils.serialize import qualified_name, to_plain
-from ..ops.utils.specification import SpecificationError, read_specification, write_specification
 
 
 @dataclasses.dataclass(frozen=True)
-class Terms:
-    """What holds for all orders of a run: where results go, and how is measured."""
+class JobSettings:
+    """What holds for all jobs of a run: where results go, and how is measured."""
 
     store: PersistentCache
     policy: AutotunePolicy
     tuner: Mapping[str, Any]
-    settings: Mapping[str, Any]  # JAX's
+    jax: Mapping[str, Any]  # JAX's own settings
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
+class Job:
     """One call to tune."""
 
     op_id: str
@@ -42,8 +42,8 @@ class Order:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
-    """What became of an order: a config as plain data, or why there is none (`refused`)."""
+class JobResult:
+    """What became of a job: a config as plain data, or why there is none (`refused`)."""
 
     refused: str = ""
     device: str = ""
@@ -59,8 +59,8 @@ class Report:
         return kernel.config_from_plain(self.config, self.config_type)
 
 
-def order_of(inv: Invocation[Any, Any]) -> Order | str:
-    """The order for an invocation; or why it cannot travel."""
+def job_of(inv: Invocation[Any, Any]) -> Job | str:
+    """The job for an invocation; or why it cannot be sent."""
     kernel = inv.kernel
     if kernel is None:
         return "the invocation has no kernel"
@@ -76,44 +76,44 @@ def order_of(inv: Invocation[Any, Any]) -> Order | str:
             "the call has something in it that cannot be written down (a function, a custom pytree "
             "node, an explicit sharding), so it cannot be sent to a worker"
         )
-    return Order(inv.key.op_id, inv.key.call_key, specification)
+    return Job(inv.key.op_id, inv.key.call_key, specification)
 
 
-def carry_out(order: Order, wanted: str, terms: Terms) -> Report:
+def run_job(job: Job, wanted: str, settings: JobSettings) -> JobResult:
     """In a worker: give what the store has for a call, or tune it and keep it there.
 
     `wanted` is the kind of device to tune for.
     """
     import jax
 
+    from ..ops.config.outcome import Outcome
     from ..ops.execution.tuning import tuned_or_reason
-    from ..ops.tuner.outcome import Outcome
     from ..ops.tuner.tuner import Tuner
     from ..ops.utils.fingerprint import device_kind
 
     if wanted == "cpu":  # whatever else the machine has, it was not asked for
         jax.config.update("jax_platforms", "cpu")
-    for name, value in terms.settings.items():
+    for name, value in settings.jax.items():
         jax.config.update(name, value)
     if device_kind() != wanted:
-        return Report(
+        return JobResult(
             f"{socket.gethostname()} has the declared resources, but JAX finds a {device_kind()} "
             f"there and no {wanted}; is JAX installed for it?"
         )
     try:
-        inv = read_specification(order.specification)
+        inv = read_specification(job.specification)
     except SpecificationError as error:
-        return Report(f"on {socket.gethostname()}: {error}")
-    if (inv.key.op_id, inv.key.call_key) != (order.op_id, order.call_key):
-        return Report(f"on {socket.gethostname()} it is another call ({inv.key})")
+        return JobResult(f"on {socket.gethostname()}: {error}")
+    if (inv.key.op_id, inv.key.call_key) != (job.op_id, job.call_key):
+        return JobResult(f"on {socket.gethostname()} it is another call ({inv.key})")
     selector = ConfigSelectorChain(
-        ConfigCache(), terms.policy, Tuner(**terms.tuner, progress=False), terms.store
+        ConfigCache(), settings.policy, Tuner(**settings.tuner, progress=False), settings.store
     )
     found = tuned_or_reason(selector, inv)
     if isinstance(found, str):
-        return Report(found)
+        return JobResult(found)
     about = found.about.about() if isinstance(found.about, Outcome) else dict(found.about or {})
-    return Report(
+    return JobResult(
         device=inv.key.device,
         host=socket.gethostname(),
         config=to_plain(found.cfg),

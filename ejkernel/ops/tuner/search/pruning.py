@@ -9,18 +9,21 @@ must beat.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..config.ranked import ranked_in_bundles
-from ..utils.serialize import to_plain
-from ..utils.stable import stable_json
-from .outcome import Trial, TuningFailed, Verdict
+from ....markup import one_line
+from ...config.freshness import EntryState, judge
+from ...config.outcome import Trial, TuningFailed, Verdict
+from ...config.stored import shipped
+from ...core.types import ConfigKey
+from ...utils.serialize import to_plain
+from ...utils.stable import stable_json
 
 if TYPE_CHECKING:
-    from ..core.invocation import Invocation
-    from ..core.kernel import Kernel
-    from .tuner import Tuner
+    from ...core.invocation import Invocation
+    from ...core.kernel import Kernel
+    from ..tuner import Tuner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +60,7 @@ def prune(
     kernel: Kernel[Any, Any],
     inv: Invocation[Any, Any],
     candidates: list[Any],
-    favourite: Any,
+    baseline: Any,
 ) -> Plan:
     """What a tuner's pruner, or else a bundle of ranked candidates, leaves of the candidates."""
     pruner: Any = getattr(tuner, "prune", False)
@@ -72,12 +75,12 @@ def prune(
             raise TuningFailed(
                 f"{kernel.full_op_id}: the tuner's prune raised {type(error).__name__}: {error}"
             ) from error
-    return Plan(candidates) if said is None else _plan(said, candidates, favourite)
+    return Plan(candidates) if said is None else _plan(said, candidates, baseline)
 
 
-def _plan(said: Pruned, candidates: list[Any], favourite: Any) -> Plan:
+def _plan(said: Pruned, candidates: list[Any], baseline: Any) -> Plan:
     left = {stable_json(cfg): cfg for cfg in candidates}
-    spared = None if favourite is None else stable_json(favourite)
+    spared = None if baseline is None else stable_json(baseline)
     # Each once, whatever a bundle repeats.
     order = list(dict.fromkeys(key for cfg in said.best if (key := stable_json(cfg)) in left))
     refused = {stable_json(cfg): reason for cfg, reason in said.refused}
@@ -105,7 +108,7 @@ def _plan(said: Pruned, candidates: list[Any], favourite: Any) -> Plan:
 def _said_by_bundles(
     kernel: Kernel[Any, Any], inv: Invocation[Any, Any], candidates: Sequence[Any]
 ) -> Pruned | None:
-    ranked = ranked_in_bundles(inv.key, kernel)
+    ranked = _ranked_in_bundles(inv.key, kernel)
     if ranked is None:
         return None
     by_plain = {stable_json(to_plain(cfg)): cfg for cfg in candidates}
@@ -116,3 +119,47 @@ def _said_by_bundles(
         if (key := stable_json(plain)) in by_plain
     ]
     return Pruned(best, refused, f"estimated for {ranked.target}, from {ranked.where}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ranked:
+    """What a bundle says about the candidates of a call, as plain data.
+
+    Attributes:
+      best: the best estimated configs, the best first.
+      refused: configs that do not compile, with the compiler's reason.
+      target: what they were compiled for.
+      where: the file.
+    """
+
+    best: tuple[Any, ...]
+    refused: tuple[tuple[Any, str], ...]
+    target: str
+    where: str
+
+
+def _ranked_in_bundles(key: ConfigKey, kernel: Kernel[Any, Any]) -> _Ranked | None:
+    """The ranked candidates of a call, unless the kernel changed since or there are none."""
+    for entry, source in shipped().all_of(key):
+        about = entry["about"]
+        if not about.get("estimated") or judge(about, kernel, key).state is EntryState.STALE:
+            continue
+        ranked = _read_ranked(about, str(source.path))
+        if ranked is not None:
+            return ranked
+    return None
+
+
+def _read_ranked(about: Mapping[str, Any], where: str) -> _Ranked | None:
+    best, refused = about.get("ranked"), about.get("refused", [])
+    if not isinstance(best, list) or not best or not isinstance(refused, list):
+        return None
+    try:
+        return _Ranked(
+            tuple(item["config"] for item in best),
+            tuple((item["config"], one_line(item["reason"])) for item in refused),
+            one_line(about.get("target", "?")),
+            where,
+        )
+    except (KeyError, TypeError):
+        return None  # written by hand, or by another version: as if it were not there

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from ejkernel.ops import Kernel, Tuner
+from ejkernel.ops.config.outcome import TuningFailed, Verdict
 from ejkernel.ops.tuner.bench import LocalBench
-from ejkernel.ops.tuner.isolation import WorkerBench
-from ejkernel.ops.tuner.judge import wavers
-from ejkernel.ops.tuner.outcome import TuningFailed, Verdict
+from ejkernel.ops.tuner.isolation.worker_bench import WorkerBench
+from ejkernel.ops.tuner.judge import non_determinism
 from ejkernel.ops.tuner.race import Race, Withdrawn
 from ejkernel.ops.tuner.session import tune_invocation
 
@@ -67,10 +67,10 @@ def test_outputs_that_change_from_run_to_run_are_reported_as_such_and_not_chosen
     outcome = tune(Moody("unsteady"))
     assert outcome.best == How("right")
     unsteady = trials(outcome)["unsteady"]
-    assert unsteady.verdict is Verdict.UNSTEADY
+    assert unsteady.verdict is Verdict.NON_DETERMINISTIC
     assert "two runs of it differ" in unsteady.reason
     assert "the first run's largest value" in unsteady.reason
-    assert "not deterministic" in outcome.explain()
+    assert "non-deterministic" in outcome.explain()
     assert unsteady.seconds is None
 
 
@@ -82,23 +82,23 @@ def test_a_change_within_the_tolerance_is_said_and_tolerated():
     assert "not equal bit for bit" in outcome.explain()
 
 
-def test_a_heuristic_that_is_not_deterministic_cannot_be_the_truth():
+def test_a_heuristic_that_is_non_deterministic_cannot_be_the_reference():
     kernel = Moody("right", heuristic="unsteady")
-    with pytest.raises(TuningFailed, match=r"not deterministic.*Give the kernel a `reference`"):
+    with pytest.raises(TuningFailed, match=r"non-deterministic.*Give the kernel a `reference`"):
         tune(kernel)
 
 
-def test_a_heuristic_that_is_not_deterministic_loses_against_a_reference():
+def test_a_heuristic_that_is_non_deterministic_loses_against_a_reference():
     class Checked(Moody):
         def reference(self, x):
             return x + 1
 
     outcome = tune(Checked("right", heuristic="unsteady"))
     assert outcome.best == How("right")
-    assert trials(outcome)["unsteady"].verdict is Verdict.UNSTEADY
+    assert trials(outcome)["unsteady"].verdict is Verdict.NON_DETERMINISTIC
 
 
-def test_a_reference_that_is_not_deterministic_is_the_culprit():
+def test_a_reference_that_is_non_deterministic_is_the_culprit():
     runs = itertools.count()
 
     class Odd(Moody):
@@ -106,7 +106,7 @@ def test_a_reference_that_is_not_deterministic_is_the_culprit():
             shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
             return jax.pure_callback(lambda x: np.asarray(x) + np.float32(next(runs)), shape, x)
 
-    with pytest.raises(TuningFailed, match=r"the reference itself failed.*not deterministic"):
+    with pytest.raises(TuningFailed, match=r"the reference itself failed.*non-deterministic"):
         tune(Odd("right"))
 
 
@@ -128,18 +128,18 @@ def test_a_worker_notices_it_too():
         for handle in (noise, steady):
             bench.run(handle)
         assert bench.repeats(steady) is None
-        wavering = bench.repeats(noise)
-        assert not wavering.harmless
-        assert "two runs of it differ" in wavering.reason
+        difference = bench.repeats(noise)
+        assert not difference.harmless
+        assert "two runs of it differ" in difference.reason
 
 
 def test_bits_are_compared_not_values():
     nan = jnp.array([jnp.nan, 1.0])
-    assert wavers([nan], [nan]) is None
-    assert wavers([jnp.array([0.0])], [jnp.array([-0.0])]).harmless
+    assert non_determinism([nan], [nan]) is None
+    assert non_determinism([jnp.array([0.0])], [jnp.array([-0.0])]).harmless
     key = jax.random.key(0)
-    assert wavers(key, jax.random.key(0)) is None
-    assert not wavers(jnp.arange(3), jnp.arange(3) + 1).harmless
+    assert non_determinism(key, jax.random.key(0)) is None
+    assert not non_determinism(jnp.arange(3), jnp.arange(3) + 1).harmless
 
 
 def withdrawing(times, after=None):
@@ -185,7 +185,7 @@ def test_every_step_of_a_tuning_run_is_told():
     assert kinds.index("candidate") < kinds.index("race") < kinds.index("round")
     ready = [data["cfg"].kind for _, data in steps if data.get("verdict") == "ready"]
     assert sorted(ready) == ["right", "unsteady"]
-    refused = [data["cfg"] for _, data in steps if data.get("verdict") == "not deterministic"]
+    refused = [data["cfg"] for _, data in steps if data.get("verdict") == "non-deterministic"]
     assert refused == [How("unsteady")]
 
 
