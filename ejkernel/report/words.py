@@ -12,7 +12,8 @@ from .record import Gain, Operation, Run
 
 Level = Literal["sure", "likely", "open", "unknown"]
 
-REJECTED = ("wrong", "non-deterministic", "failed", "unsupported")
+# Stores and records of before say "not deterministic".
+REJECTED = ("wrong", "non-deterministic", "not deterministic", "failed", "unsupported")
 
 
 def duration(seconds: float | None) -> str:
