@@ -32,7 +32,6 @@ KNOWN = {
     ("ejkernel.native.loading", "ejkernel.ops.utils.environment"),
     ("ejkernel.native.state", "ejkernel.ops.utils.environment"),
     ("ejkernel.native.toolchain", "ejkernel.ops.utils.environment"),
-    ("ejkernel.ops.core.kernel", "ejkernel.ops.execution.entry.EntryTable"),
 }
 
 

@@ -29,7 +29,7 @@ from ejkernel.ops import (
     vmap_with_config,
 )
 from ejkernel.ops.config import cache as cache_module
-from ejkernel.ops.config import tiers
+from ejkernel.ops.config.tiers import autotune as tiers
 from ejkernel.ops.execution import entry as entry_module
 from ejkernel.store import errors
 

@@ -26,7 +26,7 @@ from .. import __version__
 from ..ops.config import context
 from ..ops.config.agreement import AgreementError, AgreementTimeout, Answer
 from ..ops.config.decision import Decision
-from ..ops.config.tiers import Request
+from ..ops.config.tiers.request import Request
 from ..ops.utils import environment
 from ..ops.utils.stable import short_hash
 from .coordination import CoordinationService, connect

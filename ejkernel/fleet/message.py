@@ -13,7 +13,7 @@ from typing import Any
 
 from ..ops.config.agreement import AgreementError, Answer
 from ..ops.config.decision import Decision, TierMiss
-from ..ops.config.tiers import Request
+from ..ops.config.tiers.request import Request
 from ..ops.utils.serialize import qualified_name, to_plain
 
 

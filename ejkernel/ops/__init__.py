@@ -43,6 +43,7 @@ from .core import (
     Shards,
     Supports,
 )
+from .core.kernel import provide_calling
 from .execution import (
     AutotuningResult,
     ConfigChooser,
@@ -57,6 +58,7 @@ from .execution import (
     set_default_executor,
     vmap_with_config,
 )
+from .execution.entry import EntryTable
 from .registry import clear_invocations, get_invocations, record_invocation
 from .utils import (
     LABEL_PREFIXES,
@@ -168,6 +170,7 @@ def _job_agreement() -> Any:
     return job_agreement()
 
 
+provide_calling(EntryTable)
 provide_measuring(_measuring)
 provide_agreement(_job_agreement)
 provide_default_selector(lambda: default_executor().selector)

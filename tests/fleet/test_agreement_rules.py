@@ -14,7 +14,7 @@ from ejkernel.fleet import AgreementError
 from ejkernel.fleet import agreement as agreement_module
 from ejkernel.fleet.agreement import JobAgreement, question_of
 from ejkernel.ops import AutotunePolicy, ConfigCache, Decision, Kernel
-from ejkernel.ops.config.tiers import Request
+from ejkernel.ops.config.tiers.request import Request
 
 X = jax.ShapeDtypeStruct((8,), "float32")
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import jax
 
 from .decision import Decision, TierMiss
-from .tiers import Request
+from .tiers.request import Request
 
 Answer = Decision[Any] | tuple[TierMiss, ...]
 """A decision; or, if no source has a config, each source with its reason."""

@@ -12,7 +12,7 @@ from .statistics import count_miss
 if TYPE_CHECKING:
     from .decision import TierMiss
     from .persistent import PersistentCache
-    from .tiers import Request
+    from .tiers.request import Request
 
 
 class ConfigMiss(RuntimeError):

@@ -20,7 +20,6 @@ from .cache import ConfigCache, overlay_cache
 from .decision import Decision, TierMiss
 from .freshness import EntryState, can_be_continued, judge, made_by
 from .miss import Miss
-from .near import NearTier
 from .outcome import Outcome, known_trials
 from .persistent import PersistentCache, rebuild_or_warn
 from .policy import (
@@ -31,17 +30,16 @@ from .policy import (
     policy_override,
 )
 from .statistics import count_decision, count_tuning
-from .stored import BundleTier, PersistentTier, StoredTier, shipped
-from .tiers import (
-    AutotuneTier,
-    HeuristicsTier,
-    MemoryTier,
-    OverlayTier,
-    OverrideTier,
-    Request,
-    Tier,
-    TierHit,
-)
+from .tiers.autotune import AutotuneTier
+from .tiers.bundle import BundleTier, shipped
+from .tiers.heuristics import HeuristicsTier
+from .tiers.memory import MemoryTier
+from .tiers.near import NearTier
+from .tiers.overlay import OverlayTier
+from .tiers.override import OverrideTier
+from .tiers.persistent import PersistentTier
+from .tiers.request import Request, Tier, TierHit
+from .tiers.stored import StoredTier
 from .tuning import measuring
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import dataclasses
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from ...store.reading import shown
@@ -47,6 +47,15 @@ from .types import Cfg, Out
 
 if TYPE_CHECKING:
     from ..execution.entry import EntryTable
+
+_make_entries: Callable[[Kernel[Any, Any]], EntryTable]
+
+
+def provide_calling(make_entries: Callable[[Kernel[Any, Any]], EntryTable]) -> None:
+    """Say what calls a kernel: that lies above, and is handed in when the package is imported."""
+    global _make_entries
+    _make_entries = make_entries
+
 
 _OP_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
 _VERSION = re.compile(r"[A-Za-z0-9_.]+")
@@ -473,10 +482,7 @@ class Kernel(Generic[Cfg, Out]):
         return self
 
     def _make_callable(self) -> None:
-        # The one place where core looks up: a kernel is callable, and calling is execution's job.
-        from ..execution.entry import EntryTable
-
-        entries = EntryTable(self)
+        entries = _make_entries(self)
         object.__setattr__(self, "_entries", entries)
         object.__setattr__(self, "_call", entries[None].fastest)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ....markup import one_line
 from ...config.freshness import EntryState, judge
 from ...config.outcome import Trial, TuningFailed, Verdict
-from ...config.stored import shipped
+from ...config.tiers.bundle import shipped
 from ...core.types import ConfigKey
 from ...utils.serialize import to_plain
 from ...utils.stable import stable_json

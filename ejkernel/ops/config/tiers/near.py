@@ -7,17 +7,17 @@ from typing import Any
 
 import jax
 
-from ...store.rows import sound_about
-from ..core.limits import reasons_against_config
-from ..core.near import NearShapes
-from ..core.static_part import split
-from ..utils.stable import stable_json
-from .explain import call_fields
-from .freshness import EntryState, judge
-from .functions import call_with, function_maker
-from .persistent import PersistentCache
-from .stored import shipped
-from .tiers import Request, TierHit
+from ....store.rows import sound_about
+from ...core.limits import reasons_against_config
+from ...core.near import NearShapes
+from ...core.static_part import split
+from ...utils.stable import stable_json
+from ..explain import call_fields
+from ..freshness import EntryState, judge
+from ..functions import call_with, function_maker
+from ..persistent import PersistentCache
+from .bundle import shipped
+from .request import Request, TierHit
 
 
 class NearTier:

@@ -1,36 +1,19 @@
-"""What was tuned earlier: the tier of the store, and the one of shipped bundles."""
+"""Entries that know what made them: what the tiers of the store and of bundles share."""
 
 from __future__ import annotations
 
-import functools
-import logging
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from ...markup import one_line
-from ...store.bundle import Shipped
-from ...store.reading import shown
-from ...store.rows import sound_about
-from ..core.types import ConfigKey
-from ..utils import environment
-from ..utils.serialize import config_type_named, from_plain, qualified_name
-from .cache import ConfigCache
-from .freshness import EntryState, judge
-from .persistent import PersistentCache
-from .tiers import Request, TierHit, refusal, warn_once
-
-logger = logging.getLogger(__name__)
-
+from ....markup import one_line
+from ....store.reading import shown
+from ....store.rows import sound_about
+from ...utils.serialize import config_type_named, from_plain, qualified_name
+from ..cache import ConfigCache
+from ..freshness import EntryState, judge
+from .request import Request, TierHit, refusal, warn_once
 
 BOTH_PASSES = "forward and backward"
-
-
-def earlier_key(request: Request) -> ConfigKey | None:
-    """Where older stores have what was measured forward and backward: at the call alone."""
-    inv = request.inv
-    whole = inv.differentiated and inv.differentiated == inv.differentiable
-    return inv.forward().key if whole else None
 
 
 class StoredTier:
@@ -86,49 +69,6 @@ class StoredTier:
         return found
 
 
-class PersistentTier(StoredTier):
-    """The store."""
-
-    name = "persistent"
-
-    def __init__(self, store: PersistentCache | None, cache: ConfigCache) -> None:
-        super().__init__(cache)
-        self.store = store
-
-    def entries(self, request: Request) -> list[tuple[Mapping[str, Any], str]] | str:
-        if self.store is None:
-            return "no persistent cache is set"
-        entry = self.store.entry(request.key)
-        if entry is None and (earlier := earlier_key(request)) is not None:
-            entry = self.store.entry(earlier)
-            entry = entry if entry and entry["about"].get("measured") == BOTH_PASSES else None
-        if entry is None:
-            return f"nothing for this call in {self.store.path}"
-        return [(entry, str(self.store.path))]
-
-    def more_about_nothing(self, request: Request) -> Callable[[], str] | None:
-        """How to find out why there is nothing; it searches the store, so only when asked."""
-        if self.store is None:
-            return None
-        # Without its arrays: the explanation may outlive the trace that they belong to.
-        return functools.partial(self.store.explain_miss, request.inv.abstract())
-
-
-class BundleTier(StoredTier):
-    """Bundles that a team keeps in files and that libraries ship; see `ejkernel.store.bundle`."""
-
-    name = "bundle"
-
-    def entries(self, request: Request) -> list[tuple[Mapping[str, Any], str]] | str:
-        bundles = shipped()
-        if not bundles.bundles:
-            return "there are no bundles"
-        found = bundles.all_of(request.key)
-        if not found:
-            return f"nothing for this call in {len(bundles.bundles)} bundles"
-        return [(entry, str(source.path)) for entry, source in found]
-
-
 def rebuilt(
     request: Request, entry: Mapping[str, Any], where: str
 ) -> tuple[Any, Mapping[str, Any]] | str:
@@ -158,30 +98,6 @@ def _config_of(entry: Mapping[str, Any], request: Request) -> Any:
         f"the kernel {kernel.full_op_id} declares no config class, and none of its candidates is a "
         f"{shown(named)}; declare it as Kernel[Config, Output]"
     )
-
-
-_lock = threading.Lock()
-_loaded: dict[str, Shipped] = {}
-
-
-def shipped() -> Shipped:
-    """The bundles of this process: read when first needed, and again if the search path changes."""
-    search_path = environment.CONFIG_PATH.read()
-    with _lock:
-        if search_path not in _loaded:
-            found = Shipped(search_path)
-            for problem in found.problems:
-                said = one_line(problem)
-                logger.warning("ejkernel: a bundle of configs is not used: %s", said)
-            _loaded.clear()
-            _loaded[search_path] = found
-        return _loaded[search_path]
-
-
-def reload_bundles() -> None:
-    """Read the bundles again at the next need, because files changed."""
-    with _lock:
-        _loaded.clear()
 
 
 def _when(about: Mapping[str, Any]) -> str:
