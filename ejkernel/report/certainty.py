@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..markup import Markup, joined, tag
-from .pieces import chip, notes
+from .formatting import Finding, headline, how_sure, limits, times
 from .plots import axis_line, gain_axis, gain_row, gain_ticks
 from .record import Gain, Operation, Run
-from .words import Finding, headline, how_sure, limits, times
+from .widgets import chip, notes
 
 
 def certainty(run: Run) -> Markup:

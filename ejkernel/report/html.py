@@ -12,11 +12,11 @@ from importlib import resources
 
 from ..markup import Markup, joined, tag
 from .certainty import certainty
+from .formatting import how_sure
 from .operations import operation_card
-from .pieces import chip
 from .record import Operation, Run
 from .summary import summary
-from .words import how_sure
+from .widgets import chip
 
 OPEN_AT_FIRST = 2  # operations whose candidates are shown without a click
 

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 from ..markup import escaped_markdown as escaped
 from ..markup import markdown_table as table
-from .record import Candidate, Operation, Run
-from .space import described, dimensions
-from .words import (
+from .formatting import (
     REJECTED,
     counted,
     duration,
@@ -19,6 +17,8 @@ from .words import (
     time_spent,
     times,
 )
+from .record import Candidate, Operation, Run
+from .space import described, dimensions
 
 SHOWN = 15  # candidates of one operation; the whole list is in the other formats
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..markup import Markup, joined, tag
+from .formatting import REJECTED, counted, duration, rounded, shortened, times
 from .plots import axis_line, candidate_rows, heat_map, time_axis
 from .record import Candidate, Operation
 from .space import described, dimensions, maps
-from .words import REJECTED, counted, duration, rounded, shortened, times
 
 FOLDED_FROM = 24  # rows that are shown before "show all"
 MOST_ROWS = 400  # of one kind, in a page that still opens at once

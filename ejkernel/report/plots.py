@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from ..markup import Markup, joined, tag
 from .axis import Axis
+from .formatting import duration, limits, rounded, times
 from .record import BeforeAfter, Candidate, Gain, Operation
 from .space import Map, Value, described, dimensions
-from .words import duration, limits, rounded, times
 
 HEIGHT = 28
 MOST_DOTS = 40

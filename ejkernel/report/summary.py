@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from ..markup import Markup, joined, tag
-from .pieces import chip, notes
-from .plots import before_after_rows
-from .record import Operation, Run
-from .space import described, dimensions
-from .words import (
+from .formatting import (
     REJECTED,
     counted,
     duration,
@@ -17,6 +13,10 @@ from .words import (
     time_spent,
     times,
 )
+from .plots import before_after_rows
+from .record import Operation, Run
+from .space import described, dimensions
+from .widgets import chip, notes
 
 
 def summary(run: Run) -> Markup:

@@ -12,8 +12,8 @@ from sample_runs import HOSTILE, attention, empty_run, hostile_run, large_run, l
 
 from ejkernel.report import FORMATS, BeforeAfter, Candidate, Gain, Run, render
 from ejkernel.report.axis import Axis
+from ejkernel.report.formatting import headline, how_sure
 from ejkernel.report.space import described, dimensions, maps
-from ejkernel.report.words import headline, how_sure
 
 
 class Outline(html.parser.HTMLParser):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import click
 
 from ..options import common
-from .care import prune, verify
-from .looking import diff, explain, list_, show
-from .moving import export, import_, merge
+from .maintain import prune, verify
+from .show import diff, explain, list_, show
+from .transfer import export, import_, merge
 
 
 @click.group()

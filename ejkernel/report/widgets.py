@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..markup import Markup, tag
-from .words import Finding
+from .formatting import Finding
 
 
 def chip(finding: Finding) -> Markup:

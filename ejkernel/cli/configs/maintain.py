@@ -15,7 +15,7 @@ from ..exits import Exit
 from ..loading import import_modules
 from ..output import State, brief, counted, table
 from ..stores import Entry, open_place
-from .looking import as_data
+from .show import as_data
 
 _AGE = re.compile(r"(\d+)\s*(d|days?|w|weeks?)?")
 
