@@ -46,7 +46,7 @@ from ejkernel.ops import (
     vmap_with_config,
 )
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,7 @@ from ejkernel.ops import (
     policy_override,
 )
 
-REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 DEVICE, OP, CALL = "cpu|test", "matmul@v1", "0123456789abcdef"
 KEY = (DEVICE, OP, CALL)
 

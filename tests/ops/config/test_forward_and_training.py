@@ -42,7 +42,7 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.config.tiers.bundle import reload_bundles
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 X = jnp.arange(1.0, 5.0)
 HEURISTIC, TRAINING, FORWARD = 1.0, 2.0, 3.0
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 PACKAGES = {
     "ejkernel.ops.core": ["Kernel", "Invocation", "Cfg", "Out"],

@@ -47,7 +47,7 @@ from ejkernel.ops import (
     vmap_with_config,
 )
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 X = jnp.arange(1.0, 5.0)
 HEURISTIC, TUNED = 1.0, 3.0
 
