@@ -328,7 +328,7 @@ def test_a_program_is_tuned_from_its_text_in_another_process(tmp_path):
     (tmp_path / "program.txt").write_text(text)
     script = """
         import sys
-        from tests.test_forward_and_training import Counted, autotune_lowered
+        from tests.ops.config.test_forward_and_training import Counted, autotune_lowered
         selector = Counted()
         result = autotune_lowered(selector, open(sys.argv[1]).read())
         print(result.entries[0].cfg.factor, result.entries[0].call_key, result.skipped)

@@ -14,6 +14,7 @@ from ejkernel import modules
 from ejkernel.modules import OPERATIONS
 from ejkernel.ops.core.limits import field_reasons, limit_reasons
 from ejkernel.ops.core.space import _replaced
+from ejkernel.ops.core.supports import serving
 from ejkernel.ops.utils.serialize import field_paths
 from ejkernel.targets import find
 from ejkernel.targets.lowering import standing_on
@@ -26,14 +27,10 @@ def test_every_operation_is_walked_through():
     assert set(CALLS) == set(OPERATIONS)
 
 
-def numbers(kernel):
-    """The fields of a kernel's configs that are numbers, by path."""
-    default = kernel.config_type()
-    return [
-        path
-        for path in field_paths(kernel.config_type)
-        if not dataclasses.is_dataclass(_at(default, path))
-    ]
+def numbers(config):
+    """The fields of a config class that are numbers, by path."""
+    default = config()
+    return [p for p in field_paths(config) if not dataclasses.is_dataclass(_at(default, p))]
 
 
 def _at(cfg, path):
@@ -43,48 +40,50 @@ def _at(cfg, path):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_no_implementation_is_without_limits(name):
+def test_every_field_of_a_number_has_limits(name):
     kernel, _ = invocation(name)
-    runs = {m.removeprefix("run_") for m in dir(kernel) if m.startswith("run_")} - {"reference"}
-    assert runs == set(kernel.limits)
+    for item in kernel.implementations:
+        assert set(item.limits.fields) == set(numbers(item.config)), item.name
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_values_that_no_implementation_takes_are_refused_by_field(name):
     kernel, inv = invocation(name)
-    for implementation, limits in kernel.limits.items():
-        assert limits.fields
-        for path in limits.fields:
+    for item in kernel.all_implementations():
+        assert item.limits.fields
+        for path in item.limits.fields:
             for value in NEVER:
-                cfg = _replaced(kernel.config_type(), path.split("."), value)
+                cfg = _replaced(item.config(), path.split("."), value)
                 assert field_reasons(cfg) == []
-                reasons = limit_reasons(kernel, cfg, inv, implementation)
+                reasons = limit_reasons(item, cfg, inv)
                 assert any(f"{path}={value}" in reason for reason in reasons), (path, value)
-                assert all(implementation in reason for reason in reasons)
+                assert all(item.name in reason for reason in reasons)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_fields_of_another_type_are_refused_whether_they_are_used_or_not(name):
+def test_fields_of_another_type_are_refused(name):
     kernel, inv = invocation(name)
-    for path in numbers(kernel):
-        for value in OF_NO_TYPE:
-            cfg = _replaced(kernel.config_type(), path.split("."), value)
-            with pytest.raises(TypeError, match=path):
-                kernel.check_config(cfg, inv=inv)
-    nested = [path for path in field_paths(kernel.config_type) if path not in numbers(kernel)]
-    for path in nested:
-        for value in (None, {}, 3, inv):
-            cfg = _replaced(kernel.config_type(), path.split("."), value)
-            with pytest.raises(TypeError, match=path):
-                kernel.check_config(cfg, inv=inv)
+    for config in kernel.config_types:
+        for path in numbers(config):
+            for value in OF_NO_TYPE:
+                cfg = _replaced(config(), path.split("."), value)
+                with pytest.raises(TypeError, match=path):
+                    kernel.check_config(cfg, inv=inv)
+        nested = [path for path in field_paths(config) if path not in numbers(config)]
+        for path in nested:
+            for value in (None, {}, 3, inv):
+                cfg = _replaced(config(), path.split("."), value)
+                with pytest.raises(TypeError, match=path):
+                    kernel.check_config(cfg, inv=inv)
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_explicit_config_that_does_not_fit_is_an_error_that_names_it(name):
     kernel, _ = invocation(name)
     args, kwargs, _ = CALLS[name]()
-    path = next(iter(kernel.limits["xla"].fields))
-    cfg = _replaced(kernel.config_type(), path.split("."), -1)
+    xla = kernel.implementation("xla")
+    path = next(iter(xla.limits.fields))
+    cfg = _replaced(xla.config(), path.split("."), -1)
     with pytest.raises(ValueError, match=rf"{name}@v1.*{path}=-1 must be") as error:
         getattr(modules, name)(*args, **kwargs, cfg=cfg)
     assert "leave the config out" in str(error.value)
@@ -135,4 +134,4 @@ def test_what_a_kernel_proposes_itself_fits(name, target):
             candidates = kernel.candidates(inv)
             for cfg in candidates:
                 assert field_reasons(cfg) == []
-                assert limit_reasons(kernel, cfg, inv) == [], cfg
+                assert limit_reasons(serving(kernel, inv, cfg), cfg, inv) == [], cfg
