@@ -24,34 +24,20 @@ def _remember(name: str) -> Callable[[click.Context, click.Parameter, Any], None
 
 def common(command: F) -> F:
     """`--json`, `--verbose` and `--debug`, wherever they stand on the line."""
-    for option in (
-        click.option(
-            "--debug",
-            is_flag=True,
-            expose_value=False,
-            is_eager=True,
-            callback=_remember("debug"),
-            help="Show the whole traceback of an error.",
-        ),
-        click.option(
-            "-v",
-            "--verbose",
-            count=True,
-            expose_value=False,
-            is_eager=True,
-            callback=_remember("verbosity"),
-            help="Say more of what happens (-vv: everything).",
-        ),
-        click.option(
-            "--json",
-            is_flag=True,
-            expose_value=False,
-            is_eager=True,
-            callback=_remember("as_json"),
-            help="Answer in JSON.",
-        ),
+    for names, field, text in (
+        (("--debug",), "debug", "Show the whole traceback of an error."),
+        (("-v", "--verbose"), "verbosity", "Say more of what happens (-vv: everything)."),
+        (("--json",), "as_json", "Answer in JSON."),
     ):
-        command = option(command)
+        command = click.option(
+            *names,
+            expose_value=False,
+            is_eager=True,
+            callback=_remember(field),
+            help=text,
+            is_flag=field != "verbosity",
+            count=field == "verbosity",
+        )(command)
     return command
 
 

@@ -67,18 +67,7 @@ def spread(axis: Axis, samples: Sequence[float], seconds: float | None) -> Marku
         )
         if len(samples) >= 4:
             first, _, third = statistics.quantiles(samples, n=4, method="inclusive")
-            left, right = axis.at(first), axis.at(third)
-            marks.append(
-                tag(
-                    "rect",
-                    class_="box",
-                    x=percent(left),
-                    width=percent(round(max(right - left, 0.3), 2)),
-                    y=middle - 6,
-                    height=12,
-                    rx=3,
-                )
-            )
+            marks.append(_bar("box", axis.at(first), axis.at(third), 0.3, middle, 12, 3))
         for i, sample in enumerate(samples[:MOST_DOTS]):
             # Up and down by turns, so that equal samples do not hide each other.
             y = middle + (-3.5, 0.0, 3.5)[i % 3]
@@ -185,17 +174,7 @@ def gain_row(
     if gain is not None:
         if gain.high > gain.low:
             low, high = axis.at(gain.low), axis.at(gain.high)
-            marks.append(
-                tag(
-                    "rect",
-                    class_="range",
-                    x=percent(low),
-                    width=percent(round(max(high - low, 0.5), 2)),
-                    y=middle - 4,
-                    height=8,
-                    rx=4,
-                )
-            )
+            marks.append(_bar("range", low, high, 0.5, middle, 8, 4))
         marks.append(
             tag("circle", class_="mark", cx=percent(axis.at(gain.times)), cy=middle, r=5.5)
         )
@@ -317,3 +296,12 @@ def _cell(operation: Operation, drawn: Map, row: Value, column: Value) -> Markup
 
 def _short_verdict(candidate: Candidate) -> str:
     return "not tried" if candidate.verdict == "not tried" else f"✕ {candidate.verdict}"
+
+
+def _bar(
+    class_: str, left: float, right: float, least: float, middle: float, height: int, rx: int
+) -> Markup:
+    """A bar from left to right, at least so wide that it can be seen."""
+    width = percent(round(max(right - left, least), 2))
+    y = middle - height / 2
+    return tag("rect", class_=class_, x=percent(left), width=width, y=y, height=height, rx=rx)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import sys
 
 import pytest
 import small_model
@@ -243,7 +244,7 @@ def test_a_bug_of_ours_is_said_to_be_one(ej, monkeypatch, capsys):
     def broken(*_, **__):
         raise ArithmeticError("impossible")
 
-    monkeypatch.setattr("ejkernel.cli.configs.show.open_place", broken)
+    monkeypatch.setattr(sys.modules["ejkernel.cli.configs.show"], "open_place", broken)
     text = refused(ej("configs", "list"), 70)
     assert "ArithmeticError: impossible" in text
     assert "--debug" in text
@@ -253,7 +254,7 @@ def test_interrupted_anywhere(ej, monkeypatch):
     def broken(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ejkernel.cli.configs.show.open_place", broken)
+    monkeypatch.setattr(sys.modules["ejkernel.cli.configs.show"], "open_place", broken)
     assert "interrupted" in refused(ej("configs", "list"), 130)
 
 

@@ -50,11 +50,11 @@ def rule_of(implementation: Implementation[Any, Any], cfg: Any, op_id: str) -> R
     return _residual_rule(forward, backward, cfg, op_id, implementation.reads_out)
 
 
-def rule_by_jax(run: Callable[..., Any], cfg: Any) -> Rule:
+def rule_by_jax(run: Callable[..., Any], cfg: Any, op_id: str) -> Rule:
     """JAX's own gradient, as a rule: for an implementation without one, beside others that have."""
 
-    def forward(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-        arrays, rest = split((args, dict(kwargs)))
+    def forward(*args: Any, cfg: Any, **kwargs: Any) -> tuple[Any, Any]:
+        arrays, rest = split((args, kwargs))
 
         def compute(*arrays: Any) -> Any:
             args, kwargs = rest.merge(arrays)
@@ -63,17 +63,12 @@ def rule_by_jax(run: Callable[..., Any], cfg: Any) -> Rule:
         return jax.vjp(compute, *arrays)
 
     def backward(
-        pull_back: Any,
-        dout: Any,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        differentiated: frozenset[str],
+        pull_back: Any, _: None, dout: Any, *args: Any, cfg: Any, differentiated: Any, **kwargs: Any
     ) -> Any:
-        _, rest = split((args, dict(kwargs)))
-        positional, by_keyword = rest.merge(pull_back(dout))
+        positional, by_keyword = split((args, kwargs))[1].merge(pull_back(dout))
         return (*positional, {name: by_keyword[name] for name in differentiated})
 
-    return Rule(forward, backward, "run")
+    return _residual_rule(forward, backward, cfg, op_id, reads_out=False)
 
 
 def _residual_rule(

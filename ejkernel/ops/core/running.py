@@ -93,7 +93,7 @@ def _run(
             return out if names or not runs_forward else when_lowered(out, runs_forward)
 
         rule = rule_of(implementation, cfg, kernel.full_op_id)
-        return Chosen(primal, rule or rule_by_jax(run, cfg), stage(asked, cfg))
+        return Chosen(primal, rule or rule_by_jax(run, cfg, kernel.full_op_id), stage(asked, cfg))
 
     if demanded(inv) == REFERENCE or not any(map(is_inexact, arrays)):
         chosen = choose(arrays)
