@@ -75,6 +75,27 @@ def programs_are_identical():
     return {"lowered": lowered.as_text(), "compiled": compiled.as_text()}
 
 
+@scenario
+def forward_and_training_are_agreed_on_apart():
+    """Each is measured once, by whoever comes first, and all run each program with its own."""
+    executor, events = tuning()
+    rows = Rows("two_questions")
+    x = jax.ShapeDtypeStruct((512,), jnp.float32)
+    programs = {
+        "forward": lambda x: executor(rows, x),
+        "training": jax.grad(lambda x: executor(rows, x).sum()),
+    }
+    names = sorted(programs, reverse=RANK % 2 == 1)  # in an order of each one's own
+    lowered = {name: jax.jit(programs[name]).lower(x).as_text() for name in names}
+    asked = [rows.bind(x), rows.bind(x).differentiate()]
+    return {
+        "lowered": [lowered["forward"], lowered["training"]],
+        "chosen": [executor.selector.choose(inv, rows).rows for inv in asked],
+        "keys": [inv.call_key for inv in asked],
+        "tuned": [data["call_key"] for event, data in events if event == "autotune_finish"],
+    }
+
+
 class Told(Rows):
     def candidate_cfgs(self, inv):
         tell(self.op_id)

@@ -61,6 +61,15 @@ def test_compiled_programs_are_identical(agreeing):
     assert all_equal(compiled)
 
 
+def test_forward_and_training_are_agreed_on_apart(agreeing):
+    found = told(agreeing, "forward_and_training_are_agreed_on_apart")
+    for field in ("lowered", "chosen", "keys"):
+        assert all_equal([one[field] for one in found]), field
+    forward, training = found[0]["keys"]
+    assert forward != training
+    assert sorted(key for one in found for key in one["tuned"]) == sorted([forward, training])
+
+
 def test_a_real_measurement_happens_once_and_is_read_by_all(agreeing):
     one = told(agreeing, "really_measured")
     assert [report["started"] for report in one] == [0, 0, 1, 0]
