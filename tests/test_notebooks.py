@@ -87,7 +87,7 @@ def test_decisions():
 def test_tables_of_what_is_supported():
     assert "flash\\_attention" in support_table()._repr_markdown_()
     x = jnp.ones((1, 8, 1, 8))
-    assert "serves it" in support_table("flash_attention", x, x, x)._repr_html_()
+    assert "supports it" in support_table("flash_attention", x, x, x)._repr_html_()
 
 
 # --- the progress bar ----------------------------------------------------------------------------

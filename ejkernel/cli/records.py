@@ -141,7 +141,7 @@ def answer(
             f"{run.model.what}: {faster} as with heuristic configs "
             f"(between {gain.low:.2f}x and {gain.high:.2f}x, {counted(rounds, 'round')})"
         )
-    kept = f"{len(run.operations)} of {counted(watch.total, 'operation')} kept in {store.path}"
+    kept = f"{len(run.operations)} of {counted(watch.total, 'operation')} stored in {store.path}"
     if interrupted:
         shown.append(f"interrupted: {kept}; the same command goes on where it stopped")
     else:

@@ -119,7 +119,7 @@ def open_place(given: str | None, *, must_exist: bool = True, or_nowhere: bool =
     except StoreError as error:
         if given is not None or not or_nowhere:
             raise
-        note(f"ejkernel: going on without a store: {error}")  # so heuristics serve
+        note(f"ejkernel: going on without a store: {error}")  # so heuristics are used
         return Place.nowhere()
     if must_exist and given is not None and "://" not in given:
         folder = expanded(given)

@@ -1,4 +1,4 @@
-"""Which implementation serves which call: the table behind `supported`."""
+"""Which implementation supports which call: the table behind `supported`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ejkernel.ops.utils.display import Displayed, Shown, as_text
 class Row:
     """One implementation of one operation.
 
-    `reasons` says why it does not serve here, or why not the call that was asked about; it is
+    `reasons` says why it does not run here, or why not the call that was asked about; it is
     empty if it does.
     """
 
@@ -40,10 +40,10 @@ class SupportTable(Displayed):
         if self.call is not None:
             shown = [(row.implementation, "; ".join(row.reasons) or "yes") for row in self.rows]
             title = f"{self.call} on this {device_kind()}"
-            return Shown(title, ("implementation", "serves it"), shown)
+            return Shown(title, ("implementation", "supports it"), shown)
         return Shown(
             "",
-            ("operation", "implementation", "devices", "dtypes", "not served", "needs"),
+            ("operation", "implementation", "devices", "dtypes", "not supported", "needs"),
             [
                 (
                     row.operation,
@@ -85,17 +85,17 @@ def support_table(operation: str | None = None, *args: Any, **options: Any) -> S
 
 
 def supported(operation: str | None = None, *args: Any, **options: Any) -> None:
-    """Print which implementations there are and what each can serve.
+    """Print which implementations there are and what each supports.
 
     With an operation and arguments (arrays or `jax.ShapeDtypeStruct`), print for each of its
-    implementations whether it serves that call here, and every reason if not.
+    implementations whether it supports that call here, and every reason if not.
 
     >>> from ejkernel.modules import supported
     >>> import jax, jax.numpy as jnp
     >>> x = jax.ShapeDtypeStruct((1, 64, 2, 32), jnp.float32)
     >>> supported("flash_attention", x, x, x, causal=True)  # doctest: +ELLIPSIS
     flash_attention(float32[1,64,2,32], ...) on this cpu
-    implementation  serves it
+    implementation  supports it
     ...
     """
     print(support_table(operation, *args, **options))

@@ -1,6 +1,6 @@
 """Plots as HTML and SVG with positions in percent: sharp at every width, and drawn without scripts.
 
-A plot is a list of rows on one axis. Each row is text beside a strip of SVG, so that a screen
+A plot is a list of rows on one axis. Each row is text next to a strip of SVG, so that a screen
 reader hears the same figures that the eye sees.
 """
 
@@ -131,8 +131,8 @@ def _ratio(operation: Operation, candidate: Candidate) -> str:
 def _tip(operation: Operation, candidate: Candidate) -> str:
     lines = [described(candidate.config)]
     if candidate.seconds is not None:
-        beside = f", {_ratio(operation, candidate)} the time of the chosen one"
-        lines.append(f"{duration(candidate.seconds)} per call{beside if operation.seconds else ''}")
+        ratio = f", {_ratio(operation, candidate)} the time of the chosen one"
+        lines.append(f"{duration(candidate.seconds)} per call{ratio if operation.seconds else ''}")
     if candidate.samples:
         low, high = min(candidate.samples), max(candidate.samples)
         lines.append(

@@ -86,7 +86,7 @@ class Target:
 
     @property
     def device_kind(self) -> str:
-        """`"tpu"`, `"gpu"` or `"cpu"`: decides which `run_*` serves."""
+        """`"tpu"`, `"gpu"` or `"cpu"`: decides which implementation runs."""
         return "gpu" if self.platform == "cuda" else self.platform
 
     @property

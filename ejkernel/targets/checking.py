@@ -157,7 +157,7 @@ def check(
     """Lower and compile every config of a kernel for a device, which need not be here.
 
     Args:
-      kernel: what to check; the `run_*` that would serve on the device is compiled.
+      kernel: what to check; the implementation that would run on the device is compiled.
       args: its arguments; shapes (`jax.ShapeDtypeStruct`) will do.
       target: a name (see `targets.names()`) or a `Target`.
       configs: to check instead of the kernel's candidates for that device.

@@ -30,7 +30,7 @@ def export(
 ) -> Bundle:
     """A bundle of the best estimated candidates of calls, written to `path` if one is given.
 
-    Its entries are keyed for the target's device and say that they are estimates: no tier serves
+    Its entries are keyed for the target's device and say that they are estimates: no tier uses
     them as tuned. A tuning run on the device that finds the bundle (`EJKERNEL_CONFIG_PATH`)
     measures only these candidates and the heuristic one, and records those that do not compile
     with the compiler's reason.

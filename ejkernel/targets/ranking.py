@@ -136,7 +136,7 @@ def _tpu_cycles(launch: Launch, kernel: dict[str, Any], notes: list[str]) -> flo
         return code.own + _weighted(code.inner, launch.loops, notes)
     if not code.inner:  # the compiler unrolled the grid
         return float(code.total)
-    # The grid is the largest outermost loop; what stands beside it runs once.
+    # The grid is the largest outermost loop; what stands next to it runs once.
     grid = max(code.inner, key=lambda loop: loop.total)
     once = code.own + sum(loop.total for loop in code.inner if loop is not grid)
     return once + launch.steps * (grid.own + _weighted(grid.inner, launch.loops, notes))

@@ -31,7 +31,7 @@ def test_tune_keeps_the_config_and_writes_a_record(ej, tuned, cache):
     again = ej("tune", "small_model:tuned", "--no-bench")
     assert again.code == 0
     assert "known already (persistent)" in again.err
-    assert "1 of 1 operation kept in" in again.out
+    assert "1 of 1 operation stored in" in again.out
 
 
 def test_what_was_tuned_serves_in_strict_mode(ej, cache, monkeypatch):

@@ -120,7 +120,7 @@ def _call_differences(
         yield (
             "implementation",
             f"tuned for the implementation {stored.get('implementation')}, "
-            f"{asked.get('implementation')} serves this call",
+            f"{asked.get('implementation')} handles this call",
         )
     if stored.get("differentiated") != asked.get("differentiated"):
         then, now = (_program(call.get("differentiated")) for call in (stored, asked))

@@ -1,7 +1,7 @@
 """Is a stored config still worth what it was when it was measured?
 
-A kernel whose source changed makes its entries *stale*: they are kept and not served, and their
-timings are not used again. Another compiler makes them *suspect*: they are served, marked, and
+A kernel whose source changed makes its entries *stale*: they stay and are not used, and their
+timings are not used again. Another compiler makes them *suspect*: they are used, marked, and
 measured again where tuning is allowed. An entry that does not say what made it, such as one put by
 hand, is taken as it is.
 """

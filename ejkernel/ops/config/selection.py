@@ -206,7 +206,7 @@ class ConfigSelectorChain:
             )
         if not isinstance(answer, Decision):
             return self._miss(request, answer)
-        # Whatever serves: if the cache learns better later, this program selects again.
+        # Whatever answers: if the cache learns better later, this program selects again.
         self.cache.mark_served(request.key)
         count_decision(answer)
         return answer
@@ -233,7 +233,7 @@ class ConfigSelectorChain:
     ) -> Answer:
         """What the first tier with a config says; else why none has one.
 
-        A config in doubt is served if tuning does not replace it.
+        A config in doubt is used if tuning does not replace it.
         """
         doubtful: tuple[StoredTier, TierHit] | None = None
         for tier in tiers:
@@ -242,14 +242,14 @@ class ConfigSelectorChain:
                 if not answer.doubt or not isinstance(tier, StoredTier):
                     return _decision(request, tier, answer, passed)
                 if not request.policy.tunes_first:
-                    return _decision(request, tier, tier.serve(request, answer), passed)
+                    return _decision(request, tier, tier.use(request, answer), passed)
                 doubtful = doubtful or (tier, answer)
                 answer = f"{answer.doubt}; to be measured again"
             more = self._persistent.more_about_nothing if tier is self._persistent else None
             passed = (*passed, TierMiss(tier.name, answer, more and more(request)))
             if tier is self._autotune and doubtful is not None:
                 source, found = doubtful
-                return _decision(request, source, source.serve(request, found), passed)
+                return _decision(request, source, source.use(request, found), passed)
         return passed
 
     def known_config(self, op_id: str, call_key: str, device: str | None = None) -> Any:

@@ -24,7 +24,7 @@ STORED = ("overlay", "memory", "persistent", "bundle")
 """Tiers that had the config beforehand."""
 
 MISSED = ("autotune", "near", "heuristics", "none")
-"""Tiers that serve because none of those had one; `none` is for calls that got no config at all."""
+"""Tiers that answer because none of those had one; `none` is for calls without a config."""
 
 
 @dataclasses.dataclass(frozen=True)

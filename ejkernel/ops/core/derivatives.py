@@ -48,7 +48,7 @@ def reverse_mode_only(op_id: str, advice: str, arrays: list[Any]) -> list[Any]:
     when the error is raised, be it while calling, batching or lowering.
     """
     message = (
-        f"{op_id} has a gradient rule of its own, which serves reverse mode (jax.grad, jax.vjp, "
+        f"{op_id} has a gradient rule of its own, which is for reverse mode (jax.grad, jax.vjp, "
         "jax.jacrev) and cannot be differentiated in forward mode (jax.jvp, jax.linearize, "
         f"jax.jacfwd). {advice}"
     )

@@ -51,7 +51,7 @@ def rule_of(implementation: Implementation[Any, Any], cfg: Any, op_id: str) -> R
 
 
 def rule_by_jax(run: Callable[..., Any], cfg: Any, op_id: str) -> Rule:
-    """JAX's own gradient, as a rule: for an implementation without one, beside others that have."""
+    """JAX's own gradient, as a rule: for an implementation without one, where others have one."""
 
     def forward(*args: Any, cfg: Any, **kwargs: Any) -> tuple[Any, Any]:
         arrays, rest = split((args, kwargs))
@@ -144,7 +144,7 @@ def call_with_rule(
         values = [array.value for array in arrays]
         differentiated = tuple(bool(array.perturbed) for array in arrays)
         chosen = choose(values, differentiated)
-        static: list[StaticPart] = []  # what the residuals hold beside arrays
+        static: list[StaticPart] = []  # what the residuals hold that is no array
 
         def compute(*values: Any) -> Any:
             out, saved = chosen.rule.forward(*rest.merge(values))
@@ -306,7 +306,7 @@ def _gradient_leaves(
     gradients: tuple[tuple[Any, ...], dict[str, Any]],
     primals: tuple[tuple[Any, ...], dict[str, Any]],
 ) -> list[Any]:
-    """The gradients flattened beside the primal leaves; None where there is none."""
+    """The gradients flattened like the primal leaves; None where there is none."""
     positional, by_keyword = gradients
     args, kwargs = primals
     structure = jax.tree.structure((args, kwargs))

@@ -35,9 +35,9 @@ class Implementation(Generic[Cfg, Out]):
       devices: kinds of devices that it runs on; None: all.
       heuristic: a good config for an `Invocation`, without measuring; None: the class's defaults.
       space: configs worth trying for an `Invocation`; None: only the heuristic one.
-      supports: which calls it can serve.
+      supports: which calls it can handle.
       limits: what the fields of its configs may be.
-      forward_with_residuals: gives the output and what `backward` needs beside the arguments.
+      forward_with_residuals: gives the output and what `backward` needs more than the arguments.
       backward: `backward(residuals, out, dout, *args, cfg, **kwargs)` gives one gradient for each
         positional argument, None where there is none, and then one dict for keywords if any has
         one. Without the two, JAX differentiates `forward`.
@@ -77,11 +77,11 @@ class Implementation(Generic[Cfg, Out]):
         return self.devices is None or kind in self.devices
 
     def unsupported(self, inv: Invocation[Any, Any]) -> list[str]:
-        """Why it cannot serve a call on the current device, in sentences; empty if it can."""
+        """Why it cannot handle a call on the current device, in sentences; empty if it can."""
         kind = device_kind()
         if not self.runs_on(kind):
-            served = " and ".join(self.devices or ())
-            return [f"it serves {served} devices, and this is a {kind}"]
+            kinds = " and ".join(self.devices or ())
+            return [f"it runs on {kinds} devices, and this is a {kind}"]
         return self.supports.reasons_against(inv)
 
     def takes(self, cfg: Any) -> bool:

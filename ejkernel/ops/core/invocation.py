@@ -108,7 +108,7 @@ class Invocation(Generic[Cfg, Out]):
                 },
                 "batch_axes": self.batch_axes,
                 # Tiles of a C++ kernel mean nothing to XLA: where several implementations may
-                # serve a call, configs are kept apart by the one that does.
+                # handle a call, configs are stored apart by the one that does.
                 **({} if served_by is None else {"served_by": served_by}),
                 **({"differentiated": self.differentiated} if self.differentiated else {}),
             }
@@ -116,7 +116,7 @@ class Invocation(Generic[Cfg, Out]):
 
     @functools.cached_property
     def served_by(self) -> str | None:
-        """The implementation that serves this call, if the kernel declares what they support."""
+        """The implementation that handles this call, if the kernel declares what they support."""
         kernel = self.kernel
         if kernel is None or kernel.tune_implementations:
             return None

@@ -111,8 +111,8 @@ class Kernel(Generic[Cfg, Out]):
     `implementation: str | None = None`, which then says which one a config is for."""
 
     supports: ClassVar[Mapping[str, Supports]] = {}
-    """What implementations can do, by name (`"pallas"`): a call goes to the first that can serve
-    it. One that is not named serves everything."""
+    """What implementations can do, by name (`"pallas"`): a call goes to the first that supports
+    it. One that is not named supports everything."""
 
     limits: ClassVar[Mapping[str, Limits]] = {}
     """What the fields of a config may be, by implementation: see `Limits`. One that is not named
@@ -423,7 +423,7 @@ class Kernel(Generic[Cfg, Out]):
         Numbers of NumPy in it are turned into Python's.
 
         Raises a `TypeError` for another class or a field of another type, and a `ValueError` for a
-        field that is not within the `limits` of the implementation that serves the call.
+        field that is not within the `limits` of the implementation that handles the call.
         """
         return self._checked(cfg, origin, inv, None)
 

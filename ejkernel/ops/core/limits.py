@@ -1,4 +1,4 @@
-"""What the fields of a config may be, as data, and why a config cannot serve a call."""
+"""What the fields of a config may be, as data, and why a config does not fit a call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ConfigRule = Callable[[Any, "Invocation[Any, Any]"], "str | None"]
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """What one field of a config may be, beside being of its type.
+    """What one field of a config may be, in addition to being of its type.
 
     None is allowed wherever the field's type allows it.
 
@@ -103,7 +103,7 @@ class Limits:
     Args:
       fields: limits by field; `"fwd.q_blocksize"` names a field of a nested dataclass.
       rules: functions of a config and an `Invocation`, each giving one sentence that says why the
-        config cannot serve the call, or None. They see configs whose fields are within the limits.
+        config does not fit the call, or None. They see configs whose fields are within the limits.
     """
 
     def __init__(
@@ -113,13 +113,13 @@ class Limits:
         self.rules = tuple(rules)
 
     def reasons_against(self, cfg: Any, inv: Invocation[Any, Any]) -> list[str]:
-        """Why a config of the right type cannot serve a call; empty if it can."""
+        """Why a config of the right type does not fit a call; empty if it does."""
         if reasons := self.reasons_against_any(cfg):
             return reasons
         return [reason for rule in self.rules if (reason := rule(cfg, inv)) is not None]
 
     def reasons_against_any(self, cfg: Any) -> list[str]:
-        """Why a config of the right type cannot serve any call: the fields beyond their limits."""
+        """Why a config of the right type fits no call: the fields beyond their limits."""
         return [
             f"{path}={shown(value)} must be {limit.allowed}"
             for path, limit in self.fields.items()
@@ -173,7 +173,7 @@ def _plain(value: Any) -> Any:
 def reasons_against_config(
     kernel: Kernel[Any, Any], cfg: Any, inv: Invocation[Any, Any]
 ) -> list[str]:
-    """Why a config of the kernel's class cannot serve a call: fields, limits, what it says itself.
+    """Why a config of the kernel's class does not fit a call: fields, limits, what it says itself.
 
     A kernel may have a method `not_supported(cfg, inv)` that gives such sentences too.
     """
@@ -181,7 +181,7 @@ def reasons_against_config(
         return reasons
     try:
         reasons = limit_reasons(serving(kernel, inv, cfg), cfg, inv)
-    except ValueError as error:  # what it names does not exist, or cannot serve
+    except ValueError as error:  # what it names does not exist, or does not support the call
         return [str(error)]
     not_supported = getattr(kernel, "not_supported", None)
     return reasons if not_supported is None else [*reasons, *not_supported(cfg, inv)]
@@ -190,7 +190,7 @@ def reasons_against_config(
 def limit_reasons(
     implementation: Implementation[Any, Any], cfg: Any, inv: Invocation[Any, Any]
 ) -> list[str]:
-    """Why a config of the right type cannot serve a call, by the limits of its implementation."""
+    """Why a config of the right type does not fit a call, by the limits of its implementation."""
     reasons = implementation.limits.reasons_against(cfg, inv)
     return [f"{reason}, for {implementation.name}" for reason in reasons]
 

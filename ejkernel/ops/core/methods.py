@@ -36,7 +36,7 @@ _ORDER = {
 
 
 def suffix_order(device_kind: str) -> tuple[str, ...]:
-    """The suffixes that may serve a device kind, most specific first."""
+    """The suffixes that run on a device kind, most specific first."""
     return _ORDER.get(device_kind, (device_kind, "", "xla"))
 
 
@@ -46,7 +46,7 @@ def method_name(method: str, suffix: str) -> str:
 
 
 def implementations_of(kernel: Kernel[Any, Any], kind: str) -> list[Implementation[Any, Any]]:
-    """The run methods that can serve a device kind, most specific first, as implementations."""
+    """The run methods that run on a device kind, most specific first, as implementations."""
     return [
         _implementation(kernel, suffix, kind)
         for suffix in suffix_order(kind)

@@ -45,6 +45,6 @@ class Residuals:
         return [np.zeros((0, number), bool), *arrays, *[np.zeros(0, bool)] * unused]
 
     def take(self, residuals: Sequence[Any]) -> tuple[list[Any], Any]:
-        """What a backward function was left: the arrays, and what is beside them."""
+        """What a backward function was left: the arrays, and what is no array."""
         count, beside = self._beside[residuals[0].shape[1]]
         return list(residuals[1 : 1 + count]), beside

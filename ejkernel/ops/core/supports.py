@@ -1,4 +1,4 @@
-"""What an implementation can do, as data, and which one serves a call."""
+"""What an implementation can do, as data, and which one handles a call."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ IMPLEMENTATION = "implementation"
 """The keyword of every call that demands an implementation by name."""
 
 REFERENCE = "reference"
-"""The name under which a kernel's `reference`, its definition, serves whoever demands it."""
+"""The name under which a kernel's `reference`, its definition, is demanded."""
 
 Rule = Callable[["Invocation[Any, Any]"], "str | None"]
 
 
 class NotSupported(ValueError):
-    """No implementation can serve a call, or the one that was demanded cannot: all the reasons."""
+    """No implementation supports a call, or the one that was demanded does not: all the reasons."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Supports:
-    """What one implementation of a kernel can serve; a kernel declares it by name::
+    """What one implementation of a kernel supports; a kernel declares it by name::
 
         supports = {"pallas": Supports(dtypes=("float32", "bfloat16"), without=("bias",))}
 
-    A call goes to the first implementation of the device's order that can serve it. One that is
-    not declared serves everything.
+    A call goes to the first implementation of the device's order that supports it. One that is
+    not declared supports everything.
 
     Args:
       dtypes: of floating arrays; None allows any.
-      without: keywords that it cannot serve when they are given (not None, False or 0).
+      without: keywords that it does not support when they are given (not None, False or 0).
       rules: functions of an `Invocation`, each giving one sentence that says why not, or None.
     """
 
@@ -49,7 +49,7 @@ class Supports:
     rules: tuple[Rule, ...] = ()
 
     def reasons_against(self, inv: Invocation[Any, Any]) -> list[str]:
-        """Why a call cannot be served, in sentences; empty if it can."""
+        """Why a call is not supported, in sentences; empty if it is."""
         return [
             *self._dtype_reasons(inv),
             *(
@@ -110,7 +110,7 @@ def no_config_message(inv: Invocation[Any, Any]) -> str:
 def serving(
     kernel: Kernel[Any, Any], inv: Invocation[Any, Any], cfg: Any = None
 ) -> Implementation[Any, Any]:
-    """The implementation that serves a call, or that a config of it is for.
+    """The implementation that handles a call, or that a config of it is for.
 
     Raises `NotSupported` with every reason if there is none.
     """
@@ -147,12 +147,15 @@ def _refusal(
     }
     if chosen is None:
         last = others.pop(REFERENCE, ["there is none"])
-        lines = [f"no implementation can serve {call} on this {device_kind()}:"]
+        lines = [f"no implementation supports {call} on this {device_kind()}:"]
         lines += [f"  {name}: {'; '.join(r)}" for name, r in others.items()]
         if not last:
             lines.append(f"{IMPLEMENTATION}={REFERENCE!r} can: it is the definition, and slow.")
         return "\n".join(lines)
-    lines = [f"implementation={chosen.name!r} cannot serve {call}:", *(f"  {r}" for r in reasons)]
+    lines = [
+        f"implementation={chosen.name!r} does not support {call}:",
+        *(f"  {r}" for r in reasons),
+    ]
     lines += [f"  {name!r} cannot either: {'; '.join(r)}" for name, r in others.items() if r]
     names = [repr(name) for name, r in others.items() if not r]
     if names:

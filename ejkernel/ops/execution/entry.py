@@ -41,7 +41,7 @@ class Entry:
     """Calls one kernel through the executor that `executor` gives at the time of tracing.
 
     `plain` takes calls without keywords, `keyword` those with. Both may raise; `after_error` then
-    serves the call, or raises the clearest error there is.
+    runs the call, or raises the clearest error there is.
     """
 
     __slots__ = (
@@ -327,7 +327,7 @@ def _named(function: Any, kernel: Kernel[Any, Any]) -> Any:
 
 
 def takes_keywords(cls: type[Kernel[Any, Any]]) -> bool:
-    """True if a run function, or `prepare`, has keywords of its own, beside `cfg`."""
+    """True if a run function, or `prepare`, has keywords of its own, other than `cfg`."""
     functions = run_functions(cls)
     if is_written(cls, "prepare"):
         functions.append(cls.prepare)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 LABEL_PREFIXES: tuple[str, ...] = (environment.PREFIX.default,)
-"""Prefixes that are always recognised, beside that of `EJKERNEL_OPS_PREFIX`."""
+"""Prefixes that are always recognised, in addition to that of `EJKERNEL_OPS_PREFIX`."""
 
 # Time is linear in a text, whatever it is: a run of characters is never given back (`*+`), and
 # none is looked at again from its middle (the lookbehinds).

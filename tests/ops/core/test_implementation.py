@@ -113,7 +113,7 @@ def test_a_demand_by_name():
     assert gradient(kernel, X, implementation="reference")[0] == 2
     with pytest.raises(NotSupported, match="the length is odd"):
         kernel(X[:3], implementation="rows")
-    with pytest.raises(NotSupported, match="it serves tpu devices, and this is a cpu"):
+    with pytest.raises(NotSupported, match="it runs on tpu devices, and this is a cpu"):
         kernel(X, implementation="pallas")
     with pytest.raises(ValueError, match="does not exist; it has pallas, rows, chunks, reference"):
         kernel(X, implementation="cuda")

@@ -28,7 +28,7 @@ class Config:
 def even_length(inv):
     """An even length."""
     length = inv.args[0].shape[0]
-    return f"x has {length} elements, and only even lengths are served" if length % 2 else None
+    return f"x has {length} elements, and only even lengths are supported" if length % 2 else None
 
 
 class Double(Kernel[Config, jax.Array]):
@@ -100,12 +100,12 @@ def test_a_demand_that_cannot_be_served_gives_every_reason():
     with pytest.raises(NotSupported) as caught:
         double(jnp.ones(3, jnp.float16), bias=jnp.ones(3), implementation="cpu")
     text = str(caught.value)
-    assert "implementation='cpu' cannot serve double@v1(float16[3]" in text
+    assert "implementation='cpu' does not support double@v1(float16[3]" in text
     assert "arrays of float16 are not supported, only float32" in text
     assert "bias is not supported, and it is given" in text
-    assert "x has 3 elements, and only even lengths are served" in text
+    assert "x has 3 elements, and only even lengths are supported" in text
     assert "use 'xla'" in text
-    with pytest.raises(NotSupported, match="it serves tpu devices, and this is a cpu"):
+    with pytest.raises(NotSupported, match="it runs on tpu devices, and this is a cpu"):
         double(ones, implementation="pallas")
     with pytest.raises(ValueError, match=r"implementation='cuda' does not exist; it has .*xla"):
         double(ones, implementation="cuda")
@@ -124,7 +124,7 @@ def test_when_nobody_serves_all_are_named():
         def run_xla(self, x, *, cfg):
             return x
 
-    message = r"(?s)no implementation can serve.*cpu: x has 3.*xla: arrays of float32"
+    message = r"(?s)no implementation supports.*cpu: x has 3.*xla: arrays of float32"
     with pytest.raises(NotSupported, match=message):
         OnlyEven()(jnp.ones(3))
 

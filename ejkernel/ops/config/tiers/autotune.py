@@ -85,7 +85,7 @@ class AutotuneTier:
         try:
             outcome = self._tune(request)
         except TuningFailed as error:
-            # Rule: never fatal. The next tier serves, and the reason is said once.
+            # Rule: never fatal. The next tier answers, and the reason is said once.
             logger.warning("ejkernel: %s", error)
             request.emit("error", error=error)
             return str(error)

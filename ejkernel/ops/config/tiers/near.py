@@ -106,7 +106,7 @@ def _reason_against(request: Request, cfg: Any) -> str | None:
             return "is not among the candidates of this call"
     try:
         output = _output(request, cfg)
-    except Exception as error:  # noqa: BLE001  whatever it is, another config serves
+    except Exception as error:  # noqa: BLE001  whatever it is, another config is used
         return f"cannot be traced for this call: {type(error).__name__}: {error}"
     try:
         expected = _output(request, kernel.heuristic(inv))

@@ -70,7 +70,7 @@ _MOST_SAID = 1000  # then it starts again: a server meets ever new calls
 
 
 def refusal(request: Request, cfg: Any, where: str) -> str | None:
-    """Why a config that somebody kept cannot serve a call, said once; None if it can.
+    """Why a cached or stored config does not fit a call, said once; None if it does.
 
     The next source answers then. A config of another class is the program's own mistake and
     raises a `TypeError`.

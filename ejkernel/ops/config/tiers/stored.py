@@ -17,7 +17,7 @@ BOTH_PASSES = "forward and backward"
 
 
 class StoredTier:
-    """Entries that know what made them; what is served from them is kept in memory too."""
+    """Entries that know what made them; what is used of them is cached in memory too."""
 
     name = ""
 
@@ -29,7 +29,7 @@ class StoredTier:
         raise NotImplementedError
 
     def look(self, request: Request) -> TierHit | str:
-        """The first entry that can serve; one in doubt is not served yet: see `serve`."""
+        """The first entry that fits; one in doubt is not used yet: see `use`."""
         entries = self.entries(request)
         if isinstance(entries, str):
             return entries
@@ -37,7 +37,7 @@ class StoredTier:
         for entry, where in entries:
             answer = self._judged(request, entry, where)
             if isinstance(answer, TierHit):
-                return answer if answer.doubt else self.serve(request, answer)
+                return answer if answer.doubt else self.use(request, answer)
             reasons.append(answer)
         return "; ".join(reasons)
 
@@ -61,7 +61,7 @@ class StoredTier:
             return TierHit(cfg, f"{reason}; {freshness.reason}", about, doubt=freshness.reason)
         return TierHit(cfg, reason, about)
 
-    def serve(self, request: Request, found: TierHit) -> TierHit:
+    def use(self, request: Request, found: TierHit) -> TierHit:
         """Say that a config is used, and remember it unless it may be replaced any time."""
         if not found.doubt:
             self.cache.put_quietly(request.key, found.cfg)

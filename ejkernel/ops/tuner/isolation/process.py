@@ -46,7 +46,7 @@ class Process:
     """One worker process.
 
     Args:
-      module: its `main` serves; it finds the pipes' numbers on its command line.
+      module: its `main` answers; it finds the pipes' numbers on its command line.
       environment: of the process, if not this one's.
     """
 
