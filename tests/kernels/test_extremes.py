@@ -13,7 +13,7 @@ import pytest
 from config_calls import CALLS
 
 from ejkernel import modules
-from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionConfig
+from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionXlaConfig
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
 from ejkernel.kernels.norm import NormConfig, pallas_gpu, pallas_tpu
 from ejkernel.modules import (
@@ -199,7 +199,7 @@ def test_decays(decay: Any, chunk_size: int) -> None:
     else:
         g = np.full(shape, decay)
     arrays = {"q": random(*shape), "k": random(*shape, seed=1), "v": random(1, 21, 2, 3, seed=2)}
-    cfg = GatedLinearAttentionConfig(chunk_size=chunk_size, bwd_chunk_size=chunk_size)
+    cfg = GatedLinearAttentionXlaConfig(chunk_size=chunk_size, backward_chunk_size=chunk_size)
     for scale in (1.0, 1e-6, -1e4):
 
         def scaled(scale: float = scale, **arrays: Any) -> Any:

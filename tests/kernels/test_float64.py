@@ -17,7 +17,7 @@ import pytest
 from config_calls import CALLS, kernel_of
 
 from ejkernel import modules
-from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionConfig
+from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionXlaConfig
 from ejkernel.kernels.gated_linear_unit import GatedLinearUnitXlaConfig
 from ejkernel.kernels.grouped_matmul import GroupedMatmulConfig
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
@@ -54,7 +54,7 @@ BLOCKS: dict[str, Any] = {
     "linear_cross_entropy": LinearCrossEntropyConfig(
         FwdParams(blocksize_m=5), BwdParams(blocksize_m=5, blocksize_n=8)
     ),
-    "gated_linear_attention": GatedLinearAttentionConfig(4, 4),
+    "gated_linear_attention": GatedLinearAttentionXlaConfig(chunk_size=4, backward_chunk_size=4),
     "paged_attention": PagedAttentionConfig(pages_per_step=1),
 }
 

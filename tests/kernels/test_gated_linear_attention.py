@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,13 +17,16 @@ from hypothesis import strategies as st
 from ejkernel import targets
 from ejkernel.kernels.gated_linear_attention import (
     GatedLinearAttention,
-    GatedLinearAttentionConfig,
+    GatedLinearAttentionGpuConfig,
+    GatedLinearAttentionTpuConfig,
+    GatedLinearAttentionXlaConfig,
     gated_linear_attention_reference,
     pallas_gpu,
     pallas_tpu,
     steps,
     xla,
 )
+from ejkernel.kernels.gated_linear_attention.chunks import pallas_passes
 from ejkernel.targets.lowering import standing_on
 
 NAMES = ("out", "state", "dq", "dk", "dv", "dg", "dinitial")
@@ -73,26 +78,32 @@ def assert_same(got, wanted, tolerance=3e-6) -> None:
         )
 
 
+def run(arrays, passes, cfg) -> tuple[Any, ...]:
+    """Results and gradients, by the two passes of an implementation."""
+
+    def both(q, k, v, g, start, dout, dstate):
+        options = {"cfg": cfg, "scale": SCALE, "initial_state": start, "return_state": True}
+        tokens = (q, k, v) if g is None else (q, k, v, g)
+        results, residuals = passes.forward_with_residuals(*tokens, **options)
+        *gradients, last = passes.backward(residuals, None, (dout, dstate), *tokens, **options)
+        dg = gradients[3] if g is not None else None
+        return *results, *gradients[:3], dg, last["initial_state"]
+
+    return quick(both)(*float32(arrays))
+
+
 def run_xla(arrays, chunk_size, rows=64) -> tuple[Any, ...]:
-    options = {"scale": SCALE, "chunk_size": chunk_size, "rows": rows}
-
-    def both(q, k, v, g, start, dout, dstate):
-        results = xla.forward(q, k, v, g, start, **options)
-        return *results, *xla.backward(q, k, v, g, start, dout, dstate, **options)
-
-    return quick(both)(*float32(arrays))
+    return run(arrays, xla.XLA, xla_config(chunk_size, rows))
 
 
-def run_pallas(arrays, module, chunk_size) -> tuple[Any, ...]:
-    options = {"scale": SCALE, "chunk_size": chunk_size, "interpret": True}
-    if module is pallas_gpu:
-        options |= {"value_block": 8, "num_warps": 4}
+def xla_config(chunk_size, rows) -> GatedLinearAttentionXlaConfig:
+    return GatedLinearAttentionXlaConfig(chunk_size, rows, chunk_size, rows)
 
-    def both(q, k, v, g, start, dout, dstate):
-        *results, states = module.forward(q, k, v, g, start, **options)
-        return *results, *module.backward(q, k, v, g, states, dout, dstate, **options)
 
-    return quick(both)(*float32(arrays))
+PALLAS = {
+    "pallas": (pallas_tpu, GatedLinearAttentionTpuConfig(chunk_size=8)),
+    "triton": (pallas_gpu, GatedLinearAttentionGpuConfig(chunk_size=8, block_v=8)),
+}
 
 
 def float32(arrays):
@@ -109,11 +120,13 @@ def test_steps_and_chunks_equal_the_recurrence(decay, strength):
         assert_same(run_xla(arrays, chunk_size, rows), wanted)
 
 
-@pytest.mark.parametrize("module", [pallas_tpu, pallas_gpu])
+@pytest.mark.parametrize("name", PALLAS)
 @pytest.mark.parametrize("decay", ["channel", "head", "none"])
-def test_interpreted_pallas_equals_the_recurrence(decay, module):
+def test_interpreted_pallas_equals_the_recurrence(decay, name):
     arrays = inputs(1, 21, 2, 8, 16, decay=decay, strength=5.0)
-    assert_same(run_pallas(arrays, module, 8), expected(arrays))
+    module, cfg = PALLAS[name]
+    passes = SimpleNamespace(**pallas_passes(partial(module.prepare, interpret=True)))
+    assert_same(run(arrays, passes, cfg), expected(arrays))
 
 
 @settings(max_examples=4, deadline=None)
@@ -152,8 +165,9 @@ def test_small_decays_behind_large_ones_are_not_lost(decay, chunk_size):
 @pytest.mark.parametrize("chunk_size", [1, 16])
 def test_half_precision_is_computed_in_float32(chunk_size):
     arrays = [x.astype(jnp.bfloat16) for x in float32(inputs())]
-    options = {"scale": SCALE, "chunk_size": chunk_size, "rows": 8}
-    out, state = quick(partial(xla.forward, **options))(*arrays[:5])
+    options = {"scale": SCALE, "cfg": xla_config(chunk_size, 8), "return_state": True}
+    *tokens, start = arrays[:5]
+    out, state = quick(partial(xla.XLA.forward, **options))(*tokens, initial_state=start)
     assert out.dtype == jnp.bfloat16
     assert state.dtype == jnp.float32
     wanted = expected([np.asarray(x, np.float64) for x in arrays])
@@ -165,8 +179,7 @@ def test_memory_of_the_gradient_is_linear_in_the_length():
     """One state per step would take 64 MiB; all temporaries together take less than 12."""
 
     def run(q, k, v, g, dout):
-        options = {"scale": 1.0, "chunk_size": 1, "rows": 1}
-        return xla.backward(q, k, v, g, None, dout, None, **options)
+        return xla.XLA.backward(None, None, dout, q, k, v, g, scale=1.0, cfg=xla_config(1, 1))
 
     shape = jax.ShapeDtypeStruct((1, 4096, 1, 64), jnp.float32)
     memory = jax.jit(run).lower(*[shape] * 5).compile().memory_analysis()
@@ -175,26 +188,27 @@ def test_memory_of_the_gradient_is_linear_in_the_length():
 
 @pytest.mark.parametrize("decay", ["channel", "head", "none"])
 @pytest.mark.parametrize(
-    ("target", "platform", "module", "options"),
-    [
-        ("tpu-v5e", "tpu", pallas_tpu, {}),
-        ("cuda-sm80", "cuda", pallas_gpu, {"value_block": 32, "num_warps": 4}),
-    ],
+    ("target", "platform", "name"),
+    [("tpu-v5e", "tpu", "pallas"), ("cuda-sm80", "cuda", "triton")],
     ids=["tpu", "cuda"],
 )
-def test_pallas_lowers(target, platform, module, options, decay):
+def test_pallas_lowers(target, platform, name, decay):
     def shape(*sizes):
         return jax.ShapeDtypeStruct(sizes, jnp.float32)
 
     tokens, state = shape(1, 100, 2, 64), shape(1, 2, 64, 64)
-    g = {"channel": tokens, "head": shape(1, 100, 2), "none": None}[decay]
-    options = options | {"scale": 1.0, "chunk_size": 32}
-    forward, backward = partial(module.forward, **options), partial(module.backward, **options)
-    inputs, states = (tokens, tokens, tokens, g), shape(2, 4, 64, 64)
+    g = {"channel": [tokens], "head": [shape(1, 100, 2)], "none": []}[decay]
+    cfg = dataclasses.replace(PALLAS[name][1], chunk_size=32)
+    implementation = GatedLinearAttention().implementation(name)
+    forward, backward = (
+        jax.jit(partial(run, cfg=cfg, scale=1.0, return_state=True))
+        for run in (implementation.forward, implementation.backward)
+    )
+    inputs, states = (tokens, tokens, tokens, *g), shape(2, 4, 64, 64)
     with standing_on(targets.find(target)):
         for traced in (
-            jax.jit(forward).trace(*inputs, state),
-            jax.jit(backward).trace(*inputs, states, tokens, state),
+            forward.trace(*inputs, initial_state=state),
+            backward.trace(states, None, (tokens, state), *inputs, initial_state=state),
         ):
             traced.lower(lowering_platforms=(platform,))
 
@@ -205,11 +219,11 @@ def test_candidates_are_different_and_agree():
     inv = kernel.bind(q, k, v, g, scale=SCALE)
     candidates = kernel.candidates(inv)
     assert len(set(candidates)) == len(candidates) > 4
-    assert kernel.heuristic_cfg(inv) in candidates
+    assert xla.XLA.heuristic(inv) in candidates
     wanted = quick(partial(gated_linear_attention_reference, scale=SCALE))(q, k, v, g)
     for cfg in candidates:
-        assert isinstance(cfg, GatedLinearAttentionConfig)
-        out = quick(partial(kernel.run_xla, cfg=cfg, scale=SCALE))(q, k, v, g)
+        assert isinstance(cfg, GatedLinearAttentionXlaConfig)
+        out = quick(partial(xla.XLA.forward, cfg=cfg, scale=SCALE))(q, k, v, g)
         np.testing.assert_allclose(out, wanted, atol=1e-5)
 
 

@@ -8,6 +8,7 @@ stay what they were.
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,14 +17,16 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels.gated_linear_attention import (
-    GatedLinearAttentionConfig,
+    GatedLinearAttentionGpuConfig,
+    GatedLinearAttentionTpuConfig,
+    GatedLinearAttentionXlaConfig,
     pallas_gpu,
     pallas_tpu,
 )
-from ejkernel.kernels.gated_linear_attention.kernel import _gradients_apart, _segments_apart
+from ejkernel.kernels.gated_linear_attention.arguments import decay_with_starts
+from ejkernel.kernels.gated_linear_attention.chunks import pallas_passes
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
 from ejkernel.modules import gated_linear_attention, grouped_matmul, linear_cross_entropy
-from ejkernel.modules.gated_linear_attention import _decay
 from ejkernel.ops import BwdParams, FwdParams
 
 POISON = {"nan": np.nan, "inf": np.inf, "overflows": 1e30, "larger": 1e4}
@@ -48,8 +51,8 @@ def same(found: Any, expected: Any, untouched: Any, name: str) -> None:
 
 CONFIGS = {
     "steps": None,
-    "rows": GatedLinearAttentionConfig(rows=1, bwd_rows=1),
-    "chunks": GatedLinearAttentionConfig(chunk_size=8, bwd_chunk_size=8),
+    "rows": GatedLinearAttentionXlaConfig(block_m=1, backward_block_m=1),
+    "chunks": GatedLinearAttentionXlaConfig(chunk_size=8, backward_chunk_size=8),
 }
 
 
@@ -63,41 +66,50 @@ def tokens(decay: str) -> dict[str, np.ndarray]:
     return {name: x.astype(np.float32) for name, x in made.items()}
 
 
-def interpreted(module: Any) -> Any:
-    """The operation, its pieces as the kernel puts them together, in the interpreter."""
-    options: dict[str, Any] = {"scale": 0.5, "chunk_size": 8, "interpret": True}
-    if module is pallas_gpu:
-        options |= {"value_block": 8, "num_warps": 4}
+PALLAS = {
+    "tpu": (pallas_tpu, GatedLinearAttentionTpuConfig(chunk_size=8)),
+    "gpu": (pallas_gpu, GatedLinearAttentionGpuConfig(chunk_size=8, block_v=8)),
+}
+
+
+def interpreted(how: str) -> Any:
+    """The operation by the passes of an implementation, in the interpreter."""
+    module, cfg = PALLAS[how]
+    passes = SimpleNamespace(**pallas_passes(partial(module.prepare, interpret=True)))
+    options: dict[str, Any] = {"cfg": cfg, "scale": 0.5, "return_state": True, "segments": True}
 
     @jax.custom_vjp
     def run(*arrays: Any) -> Any:
         return forward(*arrays)[0]
 
     def forward(*arrays: Any) -> Any:
-        *results, states = _segments_apart(partial(module.forward, **options))(*arrays)
-        return tuple(results), (*arrays, states)
+        *tokens, state = arrays
+        results, states = passes.forward_with_residuals(*tokens, initial_state=state, **options)
+        return results, (arrays, states)
 
     def backward(saved: Any, cotangents: Any) -> Any:
-        *arrays, state, states = saved
-        pull_back = _gradients_apart(partial(module.backward, **options), state)
-        return tuple(pull_back(*arrays, states, *cotangents))
+        (*tokens, state), states = saved
+        *gradients, last = passes.backward(
+            states, None, cotangents, *tokens, initial_state=state, **options
+        )
+        return *gradients, last["initial_state"]
 
     run.defvjp(forward, backward)
 
     def call(q: Any, k: Any, v: Any, g: Any = None, *, initial_state: Any, segment_ids: Any) -> Any:
-        return run(q, k, v, _decay(q, g, segment_ids), initial_state)
+        return run(q, k, v, decay_with_starts(q, g, segment_ids), initial_state)
 
     return call
 
 
 def linear_attention(how: str) -> Any:
-    if how in ("tpu", "gpu"):
-        return interpreted({"tpu": pallas_tpu, "gpu": pallas_gpu}[how])
+    if how in PALLAS:
+        return interpreted(how)
     return partial(gated_linear_attention, scale=0.5, return_state=True, cfg=CONFIGS[how])
 
 
 @pytest.mark.parametrize("decay", ["channel", "head", "none"])
-@pytest.mark.parametrize("how", [*CONFIGS, "tpu", "gpu"])
+@pytest.mark.parametrize("how", [*CONFIGS, *PALLAS])
 def test_segments_of_linear_attention(how: str, decay: str) -> None:
     operation = linear_attention(how)
     arrays = tokens(decay)

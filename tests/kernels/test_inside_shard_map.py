@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionConfig
+from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionXlaConfig
 from ejkernel.kernels.gated_linear_unit import GatedLinearUnitXlaConfig
 from ejkernel.kernels.grouped_matmul import GroupedMatmulConfig
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
@@ -131,8 +131,8 @@ def linear_attention(axis: int, cfg: Any, *names: str, **options: Any) -> Case:
 def linear_attentions() -> dict[str, Case]:
     configs = {
         "default": None,
-        "one row": GatedLinearAttentionConfig(rows=1, bwd_rows=1),
-        "chunks": GatedLinearAttentionConfig(chunk_size=8, bwd_chunk_size=8),
+        "one row": GatedLinearAttentionXlaConfig(block_m=1, backward_block_m=1),
+        "chunks": GatedLinearAttentionXlaConfig(chunk_size=8, backward_chunk_size=8),
     }
     cases = {}
     for name, cfg in configs.items():

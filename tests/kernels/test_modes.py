@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionConfig
+from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionXlaConfig
 from ejkernel.kernels.gated_linear_unit import GatedLinearUnitXlaConfig
 from ejkernel.kernels.grouped_matmul import GroupedMatmulConfig
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
@@ -49,7 +49,7 @@ LABELS = np.array([3, -100, 0, 20, 20, 7, 1, 2, 3, -100, 4, 5, 6])
 SEGMENTS = np.repeat([0, 1, 2], [3, 4, 6])[None].repeat(2, 0)
 NORM = NormConfig(bwd=BwdParams(blocksize_m=4))
 LOSS = LinearCrossEntropyConfig(FwdParams(blocksize_m=5), BwdParams(blocksize_m=5, blocksize_n=8))
-CHUNKS = GatedLinearAttentionConfig(chunk_size=4, bwd_chunk_size=4)
+CHUNKS = GatedLinearAttentionXlaConfig(chunk_size=4, backward_chunk_size=4)
 UNIT = GatedLinearUnitXlaConfig(block_m=4, backward_block_m=4)
 TILES = GroupedMatmulConfig(Tile(rows=8), Tile(rows=8), Tile(rows=8))
 KEYS, VALUES = (2, 13, 2, 4), (2, 13, 2, 3)

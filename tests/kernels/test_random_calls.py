@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionConfig
+from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionXlaConfig
 from ejkernel.kernels.gated_linear_unit import GatedLinearUnitXlaConfig
 from ejkernel.kernels.grouped_matmul import GroupedMatmulConfig
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
@@ -107,7 +107,7 @@ def linear_attention(dice: Dice) -> Call:
         ids = np.cumsum(dice.numbers.integers(0, 6, keys[:2]) == 0, axis=1)
         options["segment_ids"] = jnp.asarray(ids, dice.one_of(*INTEGERS))
     size = dice.one_of(1, 1, 4, 16)
-    cfg = GatedLinearAttentionConfig(size, size, rows=dice.size(4), bwd_rows=dice.size(4))
+    cfg = GatedLinearAttentionXlaConfig(size, dice.size(4), size, dice.size(4))
     return gated_linear_attention, arrays, options, cfg
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionConfig
+from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionXlaConfig
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
 from ejkernel.kernels.norm import NormConfig
 from ejkernel.modules import (
@@ -58,7 +58,7 @@ BLOCKS = LinearCrossEntropyConfig(FwdParams(blocksize_m=3), BwdParams(blocksize_
 GROUPS = {"lhs": random(40, 4), "rhs": random(3, 4, 5)}
 SIZES = {"group_sizes": np.array([[10, 0, 30], [1, 2, 3], [0, 0, 0]])}
 NORM = NormConfig(bwd=BwdParams(blocksize_m=2))
-CHUNKS = GatedLinearAttentionConfig(chunk_size=4, bwd_chunk_size=4)
+CHUNKS = GatedLinearAttentionXlaConfig(chunk_size=4, backward_chunk_size=4)
 
 CASES = {
     "rms_norm": Case(

@@ -11,14 +11,14 @@ import pytest
 
 from ejkernel.kernels.gated_linear_attention import (
     GatedLinearAttention,
-    GatedLinearAttentionConfig,
+    GatedLinearAttentionXlaConfig,
     gated_linear_attention_reference,
 )
 from ejkernel.modules import gated_linear_attention
 from ejkernel.ops import NotSupported, find_labels_in_lowered
 
 quick = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-CHUNKS = GatedLinearAttentionConfig(chunk_size=8, bwd_chunk_size=4)
+CHUNKS = GatedLinearAttentionXlaConfig(chunk_size=8, backward_chunk_size=4)
 
 
 def inputs(decay="channel", batch=2, length=21, heads=2, dim=8):
@@ -125,7 +125,9 @@ def test_it_is_labelled():
 def test_implementations_say_what_they_cannot_serve(implementation, dim, reason):
     kernel = GatedLinearAttention()
     q, k, v, g, _ = inputs(dim=dim, length=1)
-    reasons = kernel.supports[implementation].reasons_against(kernel.bind(q, k, v, g, scale=1.0))
+    reasons = kernel.implementation(implementation).supports.reasons_against(
+        kernel.bind(q, k, v, g, scale=1.0)
+    )
     assert reasons == ([] if reason is None else [reason])
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,7 +15,6 @@ from ejkernel.ops import Kernel
 
 USABLE = {entry.target.name for entry in targets.available() if entry.usable}
 TARGETS = ("tpu-v5e", "tpu-v6e", "cuda-sm80", "cuda-sm90")
-KERNEL = GatedLinearAttention()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -21,28 +23,25 @@ def no_worker_is_left_behind():
     targets.stop_workers()
 
 
+def both(implementation, q, k, v, g, dout, *, cfg, scale):
+    out, states = implementation.forward_with_residuals(q, k, v, g, cfg=cfg, scale=scale)
+    gradients = implementation.backward(states, None, dout, q, k, v, g, cfg=cfg, scale=scale)
+    return out, gradients
+
+
 class Both(Kernel):
     """The operation and its gradient as one program, for the compilers."""
 
-    supports = KERNEL.supports
-
-    def _both(self, suffix, q, k, v, g, dout, cfg, scale):
-        forward = getattr(KERNEL, f"fwd_with_residuals_{suffix}")
-        backward = getattr(KERNEL, f"vjp_{suffix}")
-        out, states = forward(q, k, v, g, cfg=cfg, scale=scale)
-        return out, backward(states, out, dout, q, k, v, g, cfg=cfg, scale=scale)
-
-    def run_pallas(self, q, k, v, g, dout, *, cfg, scale):
-        return self._both("pallas", q, k, v, g, dout, cfg, scale)
-
-    def run_triton(self, q, k, v, g, dout, *, cfg, scale):
-        return self._both("triton", q, k, v, g, dout, cfg, scale)
-
-    def heuristic_cfg_pallas(self, inv):
-        return KERNEL.heuristic_cfg_pallas(inv)
-
-    def heuristic_cfg_triton(self, inv):
-        return KERNEL.heuristic_cfg_triton(inv)
+    implementations = tuple(
+        dataclasses.replace(
+            item,
+            forward=partial(both, item),
+            forward_with_residuals=None,
+            backward=None,
+            space=None,
+        )
+        for item in GatedLinearAttention.implementations
+    )
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -36,33 +36,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from .arguments import Gradients
+
 Precision: TypeAlias = lax.Precision | lax.DotAlgorithmPreset
 Level: TypeAlias = int | jax.Array
 Sums = TypeVar("Sums")
 
-# A decay from which nothing is left: exp of it is zero, and sums of many of it are still finite,
-# unlike those of -inf, of which a product with a zero is NaN.
-FORGET = -1e30
-
-# The same at the first token of a segment, so that it can be told from decays that users give.
-START = 2 * FORGET
-
-
-class Gradients(NamedTuple):
-    """Gradients of what went into a chunk; ``g`` is None if it was."""
-
-    state: jax.Array
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    g: jax.Array | None
+MOST_TOKENS = 1024
+"""Limit of a chunk: the weights of its tokens for each other are all in memory."""
 
 
 @dataclass(frozen=True)
@@ -84,67 +72,60 @@ class Chunk:
     dtype: DTypeLike = jnp.float32
 
     def forward(
-        self, state: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None
+        self,
+        state: jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        g: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """The transposed state after the chunk, and the outputs."""
-        decays = self._decays(g, q)
-        before = decays.rows_begin(self._dot_t(decays.begin(q), state))
+        since_begin, to_end, whole = self._decays(g, q)
+        before = _rows_reached(self._dot_t(_decayed(q, since_begin), state), since_begin)
         out = self._dot(self._inside(q, k, g), v) + before
-        return self._next_state(state, decays, k, v), out
-
-    def advance(
-        self, state: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array | None
-    ) -> jax.Array:
-        """The transposed state after the chunk, alone."""
-        return self._next_state(state, self._decays(g, k), k, v)
+        return _decayed(state, whole) + self._dot(v.T, _decayed(k, to_end)), out
 
     def backward(
         self,
         state: jax.Array,
         dstate: jax.Array,
+        dout: jax.Array,
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        g: jax.Array | None,
-        dout: jax.Array,
+        g: jax.Array | None = None,
     ) -> Gradients:
         """Gradients, from the state before the chunk and the gradient of the one after it."""
-        decays = self._decays(g, q)
+        since_begin, to_end, whole = self._decays(g, q)
         d_early, d_late = self._dot(dout, state), self._dot(v, dstate)
         inside = self._inside(q, k, g)
         dq, dk, dg = self._inside_backward(q, k, g, self._dot_t(dout, v))
-        dv = self._t_dot(inside, dout) + decays.rows_end(self._dot_t(decays.end(k), dstate))
-        dstate_before = decays.whole(dstate) + self._t_dot(dout, decays.begin(q))
+        dv = self._dot(inside.T, dout)
+        dv = dv + _rows_reached(self._dot_t(_decayed(k, to_end), dstate), to_end)
+        dstate_before = _decayed(dstate, whole) + self._dot(dout.T, _decayed(q, since_begin))
         if g is not None:
-            whole = jnp.sum(decays.whole(dstate * state), axis=0, keepdims=True)
+            early = self._sum(self._triangle().T, _decayed(q * d_early, since_begin))
+            late = self._sum(self._behind().T, _decayed(k * d_late, to_end))
             by_channel = (
-                decays.rows_begin(self._sum(self._triangle().T, decays.begin(q * d_early)))
-                + decays.rows_end(self._sum(self._behind().T, decays.end(k * d_late)))
-                + whole
+                _rows_reached(early, since_begin)
+                + _rows_reached(late, to_end)
+                + jnp.sum(_decayed(dstate * state, whole), axis=0, keepdims=True)
             )
             if g.shape[1] == 1:
                 by_channel = jnp.sum(by_channel, axis=1, keepdims=True)
             dg = by_channel if dg is None else dg + by_channel
-        return Gradients(dstate_before, dq + decays.begin(d_early), dk + decays.end(d_late), dv, dg)
+        dq, dk = dq + _decayed(d_early, since_begin), dk + _decayed(d_late, to_end)
+        return Gradients(dq, dk, dv, dg, dstate_before)
 
-    # --- between chunks ---------------------------------------------------------------------------
-
-    def _decays(self, g: jax.Array | None, like: jax.Array) -> _Decays:
+    def _decays(self, g: jax.Array | None, like: jax.Array) -> tuple[jax.Array | None, ...]:
+        """From the chunk's beginning to each token, from behind it to the end, and of all."""
         if g is None:
-            return _Decays(None, None, None)
+            return None, None, None
         # One number per token is spread over the channels: a product with one column is not
         # something that matrix units do.
         g = jnp.broadcast_to(g, like.shape)
-        return _Decays(
-            begin_to=jnp.exp(self._sum(self._triangle(), g)),
-            to_end=jnp.exp(self._sum(self._behind(), g)),
-            all=jnp.exp(jnp.sum(g, axis=0, keepdims=True)),
-        )
-
-    def _next_state(
-        self, state: jax.Array, decays: _Decays, k: jax.Array, v: jax.Array
-    ) -> jax.Array:
-        return decays.whole(state) + self._t_dot(v, decays.end(k))
+        sums = self._sum(self._triangle(), g), self._sum(self._behind(), g)
+        return *map(jnp.exp, sums), jnp.exp(jnp.sum(g, axis=0, keepdims=True))
 
     # --- inside a chunk ---------------------------------------------------------------------------
 
@@ -152,10 +133,8 @@ class Chunk:
         """The weights of the chunk's tokens for each other, zero above the diagonal."""
         t, j = self._token(0), self._token(1)
         scores = self._dot_t(q, k)
-        if g is None:
-            return jnp.where(j <= t, scores, 0.0)
-        if g.shape[1] == 1:
-            return jnp.where(j <= t, _decayed(scores, jnp.exp(self._between(g))), 0.0)
+        if g is None or g.shape[1] == 1:
+            return jnp.where(j <= t, _decayed(scores, self._between(g)), 0.0)
 
         def add_level(level: Level, weights: jax.Array) -> jax.Array:
             decay = self._from_middle(g, level)
@@ -167,17 +146,15 @@ class Chunk:
         self, q: jax.Array, k: jax.Array, g: jax.Array | None, dweights: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         t, j = self._token(0), self._token(1)
-        if g is None:
-            dscores = jnp.where(j <= t, dweights, 0.0)
-            return self._dot(dscores, k), self._t_dot(dscores, q), None
-        if g.shape[1] == 1:
-            decay = jnp.exp(self._between(g))
+        if g is None or g.shape[1] == 1:
+            decay, dg = self._between(g), None
             dscores = jnp.where(j <= t, _decayed(dweights, decay), 0.0)
-            dweights_scores = jnp.where(j <= t, _decayed(dweights * self._dot_t(q, k), decay), 0.0)
-            dbetween = self._sum(self._triangle().T, dweights_scores)
-            between = (j < t) & (decay != 0.0)
-            dg = jnp.sum(jnp.where(between, dbetween, 0.0), axis=1, keepdims=True)
-            return self._dot(dscores, k), self._t_dot(dscores, q), dg
+            if decay is not None:
+                terms = jnp.where(j <= t, _decayed(dweights * self._dot_t(q, k), decay), 0.0)
+                dbetween = self._sum(self._triangle().T, terms)
+                between = (j < t) & (decay != 0.0)
+                dg = jnp.sum(jnp.where(between, dbetween, 0.0), axis=1, keepdims=True)
+            return self._dot(dscores, k), self._dot(dscores.T, q), dg
         diagonal = jnp.where(j == t, dweights, 0.0)
 
         def add_level(
@@ -187,21 +164,22 @@ class Chunk:
             decay = self._from_middle(g, level)
             dscores = jnp.where(self._pairs(level), dweights, 0.0)
             dq_level = _decayed(self._dot(dscores, k * decay), decay)
-            dk_level = _decayed(self._t_dot(dscores, q * decay), decay)
+            dk_level = _decayed(self._dot(dscores.T, q * decay), decay)
             terms = q * dq_level + k * dk_level
             # Zero times what has overflown, in another segment, would be NaN.
             terms = jnp.where(jnp.abs(terms) < jnp.inf, terms, 0.0)
             dg = dg + self._sum(self._middle(level).T, terms)
             return dq + dq_level, dk + dk_level, dg
 
-        start = self._dot(diagonal, k), self._t_dot(diagonal, q), jnp.zeros_like(g)
+        start = self._dot(diagonal, k), self._dot(diagonal.T, q), jnp.zeros_like(g)
         return self._for_levels(add_level, start)
 
-    def _between(self, g: jax.Array) -> jax.Array:
-        """The sum of ``g`` from behind token j up to token t, where j < t; zero elsewhere."""
-        return self._sum(
-            self._triangle(), jnp.where(self._token(1) < self._token(0), g + self._zeros(), 0.0)
-        )
+    def _between(self, g: jax.Array | None) -> jax.Array | None:
+        """The decay per head from token j to a later token t; none elsewhere."""
+        if g is None:
+            return None
+        later = self._token(1) < self._token(0)
+        return jnp.exp(self._sum(self._triangle(), jnp.where(later, g + self._zeros(), 0.0)))
 
     def _from_middle(self, g: jax.Array, level: Level) -> jax.Array:
         return jnp.exp(self._sum(self._middle(level), g))
@@ -248,56 +226,22 @@ class Chunk:
 
     # --- products ---------------------------------------------------------------------------------
 
-    def _dot(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        return self._product(a, b, (1, 0), self.precision)
-
-    def _dot_t(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        return self._product(a, b, (1, 1), self.precision)
-
-    def _t_dot(self, a: jax.Array, b: jax.Array) -> jax.Array:
-        return self._product(a.T, b, (1, 0), self.precision)
-
-    def _sum(self, ones: jax.Array, terms: jax.Array) -> jax.Array:
-        return self._product(ones, terms, (1, 0), self.exact)
-
-    def _product(
-        self, a: jax.Array, b: jax.Array, axes: tuple[int, int], precision: Precision
+    def _dot(
+        self, a: jax.Array, b: jax.Array, axis: int = 0, precision: Precision | None = None
     ) -> jax.Array:
         return lax.dot_general(
             a,
             b,
-            (((axes[0],), (axes[1],)), ((), ())),
-            precision=precision,
+            (((1,), (axis,)), ((), ())),
+            precision=self.precision if precision is None else precision,
             preferred_element_type=self.dtype,
         )
 
+    def _dot_t(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        return self._dot(a, b, axis=1)
 
-class _Decays(NamedTuple):
-    """What is left of a token's past and future at the ends of its chunk; None: everything."""
-
-    begin_to: jax.Array | None
-    to_end: jax.Array | None
-    all: jax.Array | None
-
-    def begin(self, x: jax.Array) -> jax.Array:
-        return _decayed(x, self.begin_to)
-
-    def end(self, x: jax.Array) -> jax.Array:
-        return _decayed(x, self.to_end)
-
-    def whole(self, x: jax.Array) -> jax.Array:
-        return _decayed(x, self.all)
-
-    def rows_begin(self, x: jax.Array) -> jax.Array:
-        """The rows of tokens that the chunk's beginning reaches, zeros for the others.
-
-        A product with a row of zeros would do, were there no infinities in the state.
-        """
-        return _rows_reached(x, self.begin_to)
-
-    def rows_end(self, x: jax.Array) -> jax.Array:
-        """Likewise of the tokens that reach the chunk's end."""
-        return _rows_reached(x, self.to_end)
+    def _sum(self, ones: jax.Array, terms: jax.Array) -> jax.Array:
+        return self._dot(ones, terms, precision=self.exact)
 
 
 def _decayed(x: jax.Array, decay: jax.Array | None) -> jax.Array:
@@ -308,7 +252,10 @@ def _decayed(x: jax.Array, decay: jax.Array | None) -> jax.Array:
 
 
 def _rows_reached(x: jax.Array, decay: jax.Array | None) -> jax.Array:
-    """The rows of which a decay leaves something in some channel, zeros for the others."""
+    """The rows of which a decay leaves something in some channel, zeros for the others.
+
+    A product with a row of zeros would do, were there no infinities in the state.
+    """
     if decay is None:
         return x
     return jnp.where(jnp.max(decay, axis=1, keepdims=True) == 0.0, 0.0, x)

@@ -30,21 +30,8 @@ def gated_linear_attention_reference(
         S_t = \operatorname{diag}(e^{g_t}) \, S_{t-1} + k_t^\top v_t, \qquad
         o_t = \text{scale} \; q_t S_t
 
-    Args:
-        q: Queries, ``(batch, length, heads, key_dim)``.
-        k: Keys, of the same shape.
-        v: Values, ``(batch, length, heads, value_dim)``.
-        g: Logarithm of the decay, per key channel (the shape of ``k``) or per head,
-            ``(batch, length, heads)``. None: nothing decays.
-        scale: Factor on the output; ``key_dim ** -0.5`` if not given.
-        initial_state: :math:`S_0`, ``(batch, heads, key_dim, value_dim)``; zeros if not given.
-        segment_ids: ``(batch, length)``; wherever the id changes the state starts from zero.
-        return_state: Whether to return the state after the last step too.
-        segments: Not used: a decay to zero forgets infinities and NaN in any case.
-
-    Returns:
-        ``(batch, length, heads, value_dim)`` in the dtype of ``q``, computed in float32 (float64 if
-        ``q`` is), and the last state if asked for.
+    Arguments are those of :func:`ejkernel.modules.gated_linear_attention`. ``segments`` is not
+    used: a decay to zero forgets infinities and NaN in any case.
 
     Example:
         >>> import jax.numpy as jnp

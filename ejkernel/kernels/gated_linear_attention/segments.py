@@ -7,85 +7,75 @@ are NaN.
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from .chunk import FORGET, START
+from .arguments import FORGET, START, Arguments, Gradients
 
 
 class NotFinite:
-    """The segments of `(batch, length, heads)` tokens in which some number is not finite.
+    """The segments, of every batch entry and head, in which some number is not finite.
+
+    `call`, `dout` and `dstate` are what was given, with zeros in those segments.
 
     Args:
-        g: Decays with the starts of segments in them, per key channel or per head.
-        tokens: More arrays of `(batch, length, heads, features)`.
-        first: A state that belongs to the first segment, `(batch, heads, ...)`, if there is one.
-        last: One that belongs to the last segment.
+        call: One with starts of segments in its decays.
+        dout: In a backward pass, the gradient of the outputs.
+        dstate: Likewise that of the last state, which belongs to the last segment.
     """
 
-    def __init__(
-        self,
-        g: jax.Array,
-        *tokens: jax.Array,
-        first: jax.Array | None = None,
-        last: jax.Array | None = None,
-    ) -> None:
-        start = g < FORGET
-        self._start = start if g.ndim == 3 else start[..., 0]
-        here = _any_not_finite(g if g.ndim == 4 else g[..., None], 1)
-        for array in tokens:
-            here |= _any_not_finite(array, 1)
-        if first is not None:
-            here = here.at[:, 0].set(here[:, 0] | _any_not_finite(first, 2))
-        if last is not None:
-            here = here.at[:, -1].set(here[:, -1] | _any_not_finite(last, 2))
-        self.so_far = self._or_since_start(here, self._start)
+    def __init__(self, call: Arguments, dout: Any = None, dstate: Any = None) -> None:
+        assert call.g is not None
+        start = call.g < FORGET
+        start, g = (start, call.g[..., None]) if start.ndim == 3 else (start[..., 0], call.g)
+        here = jnp.zeros_like(start)
+        for array in (g, call.q, call.k, call.v, dout):
+            here = here if array is None else here | _any_not_finite(array, 1)
+        for token, state in ((0, call.initial_state), (-1, dstate)):
+            if state is not None:
+                here = here.at[:, token].set(here[:, token] | _any_not_finite(state, 2))
+        self._so_far = _or_since_start(here, start)
         # From the end, a segment begins behind the start of the one after it.
-        turned = jnp.roll(self._start, -1, axis=1)[:, ::-1]
-        self.anywhere = self.so_far | self._or_since_start(here[:, ::-1], turned)[:, ::-1]
+        turned = jnp.roll(start, -1, axis=1)[:, ::-1]
+        self._anywhere = self._so_far | _or_since_start(here[:, ::-1], turned)[:, ::-1]
+        self._first, self._last = self._anywhere[:, 0], self._anywhere[:, -1]
+        q, k, v, self.dout = _where(self._anywhere, 0.0, (call.q, call.k, call.v, dout))
+        g = _where(self._anywhere, jnp.where(start, START, 0.0), call.g)
+        state = _where(self._first, 0.0, call.initial_state)
+        self.call = dataclasses.replace(call, q=q, k=k, v=v, g=g, initial_state=state)
+        self.dstate = _where(self._last, 0.0, dstate)
 
-    @staticmethod
-    def _or_since_start(here: jax.Array, start: jax.Array) -> jax.Array:
-        def either(
-            a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]
-        ) -> tuple[jax.Array, jax.Array]:
-            return a[0] | b[0], jnp.where(b[0], b[1], a[1] | b[1])
+    def shown(self, out: jax.Array, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Results, NaN from the number that is not finite to the end of its segment."""
+        return _where(self._so_far, jnp.nan, out), _where(self._last, jnp.nan, state)
 
-        found: jax.Array = jax.lax.associative_scan(either, (start, here), axis=1)[1]
-        return found
+    def shown_gradients(self, found: Gradients) -> Gradients:
+        """Gradients, NaN in those segments."""
+        tokens = _where(self._anywhere, jnp.nan, found[:4])
+        return Gradients._make([*tokens, _where(self._first, jnp.nan, found.state)])
 
-    def hidden(self, *tokens: jax.Array) -> tuple[jax.Array, ...]:
-        """The tokens with zeros in those segments."""
-        return tuple(jnp.where(_like(self.anywhere, x), jnp.zeros_like(x), x) for x in tokens)
 
-    def hidden_decay(self, g: jax.Array) -> jax.Array:
-        """The decays likewise, but for the starts."""
-        hidden = jnp.where(_like(self._start, g), START, 0.0).astype(g.dtype)
-        return jnp.where(_like(self.anywhere, g), hidden, g)
+def _or_since_start(here: jax.Array, start: jax.Array) -> jax.Array:
+    def either(a: Any, b: Any) -> Any:
+        return a[0] | b[0], jnp.where(b[0], b[1], a[1] | b[1])
 
-    def hidden_state(self, state: jax.Array | None, token: int) -> jax.Array | None:
-        """A state with zeros where the segment of its token, 0 or -1, is one of those."""
-        if state is None:
-            return None
-        return jnp.where(self.anywhere[:, token, :, None, None], jnp.zeros_like(state), state)
-
-    def shown(self, result: jax.Array) -> jax.Array:
-        """Outputs, NaN from the number that is not finite to the end of its segment."""
-        return jnp.where(_like(self.so_far, result), jnp.nan, result).astype(result.dtype)
-
-    def shown_gradient(self, gradient: jax.Array) -> jax.Array:
-        """Gradients of tokens, NaN in those segments."""
-        return jnp.where(_like(self.anywhere, gradient), jnp.nan, gradient).astype(gradient.dtype)
-
-    def shown_state(self, state: jax.Array, token: int) -> jax.Array:
-        """A state, or its gradient, NaN where the segment of its token is one of those."""
-        bad = self.anywhere[:, token, :, None, None]
-        return jnp.where(bad, jnp.nan, state).astype(state.dtype)
+    found: jax.Array = jax.lax.associative_scan(either, (start, here), axis=1)[1]
+    return found
 
 
 def _any_not_finite(x: jax.Array, axes: int) -> jax.Array:
     return jnp.any(~jnp.isfinite(x), axis=tuple(range(x.ndim - axes, x.ndim)))
 
 
-def _like(flags: jax.Array, x: jax.Array) -> jax.Array:
-    return flags if x.ndim == flags.ndim else flags[..., None]
+def _where(flags: jax.Array, value: Any, arrays: Any) -> Any:
+    """The arrays with another value where flags of their leading axes are set."""
+
+    def replaced(x: jax.Array) -> jax.Array:
+        behind = tuple(range(flags.ndim, x.ndim))
+        put = jnp.expand_dims(value, behind) if isinstance(value, jax.Array) else value
+        return jnp.where(jnp.expand_dims(flags, behind), put, x).astype(x.dtype)
+
+    return jax.tree.map(replaced, arrays)

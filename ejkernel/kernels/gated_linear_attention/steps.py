@@ -29,24 +29,16 @@ Arrays are ``(length, rows, features)`` here, all of one dtype; the scale is alr
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .arguments import Gradients
+
 # Steps between two states that the backward pass keeps.
 SEGMENT = 256
-
-
-class Gradients(NamedTuple):
-    """Gradients of the inputs of :func:`forward`; ``g`` is None if it was."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    g: jax.Array | None
-    state: jax.Array
 
 
 def forward(
@@ -64,12 +56,9 @@ def forward(
     to zero forgets infinities and NaN too.
     """
 
-    def step(
-        state: jax.Array, token: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
-    ) -> tuple[jax.Array, jax.Array]:
+    def step(state: jax.Array, token: Any) -> tuple[jax.Array, jax.Array]:
         q_t, k_t, v_t, g_t = token
-        kept = _decayed(state, g_t, 2, segments)
-        state = kept + k_t[:, :, None] * v_t[:, None, :]
+        state = _decayed(state, g_t, 2, segments) + k_t[:, :, None] * v_t[:, None, :]
         return state, jnp.einsum("rk,rkv->rv", q_t, state)
 
     state, out = lax.scan(step, state, (q, k, v, g))
@@ -92,22 +81,24 @@ def backward(
     count = -(-length // SEGMENT)
     size = -(-length // count)
 
-    def cut(x: Any) -> Any:
+    def cut(x: jax.Array) -> jax.Array:
         """Into segments of equal length. What is appended changes no state and reads none."""
-        if x is None:
-            return None
         x = jnp.pad(x, ((0, count * size - length), (0, 0), (0, 0)))
         return x.reshape(count, size, *x.shape[1:])
 
     def join(x: jax.Array) -> jax.Array:
         return x.reshape(count * size, *x.shape[2:])[:length]
 
-    q, k, v, g, dout = (cut(x) for x in (q, k, v, g, dout))
-    # Transposed states, (rows, value_dim, key_dim): the sums over values, which make dq and dk,
-    # then run over an outer axis, and vectorise.
-    dq, last_states = _states_again(k, v, g, dout, state.swapaxes(1, 2), segments)
+    def step_ahead(state: jax.Array, token: Any) -> tuple[jax.Array, jax.Array]:
+        k_t, v_t, g_t, dout_t = token
+        state = _decayed(state, g_t, 1, segments) + v_t[:, :, None] * k_t[:, None, :]
+        return state, jnp.einsum("rvk,rv->rk", state, dout_t)
 
-    def step(carry: tuple[jax.Array, jax.Array | None], token: tuple[Any, ...]) -> tuple[Any, Any]:
+    def segment_ahead(state: jax.Array, tokens: Any) -> tuple[jax.Array, Any]:
+        state, dq = lax.scan(step_ahead, state, tokens)
+        return state, (dq, state)
+
+    def step(carry: tuple[jax.Array, jax.Array | None], token: Any) -> tuple[Any, Any]:
         dstate, dg = carry
         q_t, k_t, v_t, g_t, dout_t, dq_t = token
         dstate = dstate + dout_t[:, :, None] * q_t[:, None, :]
@@ -121,47 +112,22 @@ def backward(
         dg = jnp.where(jnp.exp(g_t) == 0.0, 0.0, dg)
         return (_decayed(dstate, g_t, 1, segments), dg), (dk_t, dv_t, dg)
 
-    def segment(dstate: jax.Array, tokens: tuple[Any, ...]) -> tuple[jax.Array, Any]:
-        *tokens_, last_state = tokens
-        g_ = tokens_[3]
-        dg = None if g_ is None else _like_g(jnp.sum(dstate * last_state, axis=1), g_[0])
-        (dstate, _), gradients = lax.scan(step, (dstate, dg), tuple(tokens_), reverse=True)
+    def segment(dstate: jax.Array, tokens: Any) -> tuple[jax.Array, Any]:
+        (_, _, _, g, _, _), last_state = tokens
+        dg = None if g is None else _like_g(jnp.sum(dstate * last_state, axis=1), g[0])
+        (dstate, _), gradients = lax.scan(step, (dstate, dg), tokens[0], reverse=True)
         return dstate, gradients
 
+    q, k, v, g, dout = jax.tree.map(cut, (q, k, v, g, dout))
+    # Transposed states, (rows, value_dim, key_dim): the sums over values, which make dq and dk,
+    # then run over an outer axis, and vectorise.
+    _, (dq, last_states) = lax.scan(segment_ahead, state.swapaxes(1, 2), (k, v, g, dout))
+    tokens = (q, k, v, g, dout, dq)
     dstate, (dk, dv, dg) = lax.scan(
-        segment, dstate.swapaxes(1, 2), (q, k, v, g, dout, dq, last_states), reverse=True
+        segment, dstate.swapaxes(1, 2), (tokens, last_states), reverse=True
     )
-    return Gradients(
-        join(dq), join(dk), join(dv), None if dg is None else join(dg), dstate.swapaxes(1, 2)
-    )
-
-
-def _states_again(
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array | None,
-    dout: jax.Array,
-    state: jax.Array,
-    segments: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """The gradient of ``q``, and the transposed state after each segment."""
-
-    def step(
-        state: jax.Array, token: tuple[jax.Array, jax.Array, jax.Array | None, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        k_t, v_t, g_t, dout_t = token
-        kept = _decayed(state, g_t, 1, segments)
-        state = kept + v_t[:, :, None] * k_t[:, None, :]
-        return state, jnp.einsum("rvk,rv->rk", state, dout_t)
-
-    def segment(
-        state: jax.Array, tokens: tuple[jax.Array, jax.Array, jax.Array | None, jax.Array]
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        state, dq = lax.scan(step, state, tokens)
-        return state, (dq, state)
-
-    _, (dq, states) = lax.scan(segment, state, (k, v, g, dout))
-    return dq, states
+    joined = jax.tree.map(join, (dq, dk, dv, dg))
+    return Gradients._make([*joined, dstate.swapaxes(1, 2)])
 
 
 def _decayed(state: jax.Array, g: jax.Array | None, axis: int, segments: bool) -> jax.Array:
