@@ -6,10 +6,9 @@ from typing import overload
 
 import jax
 
-from ejkernel.kernels.layer_norm import LayerNorm
-from ejkernel.kernels.norm import NormConfig
-
-from .norm_arguments import normalised
+from ejkernel.kernels.arguments import given_options
+from ejkernel.kernels.norm import LayerNorm, NormConfig
+from ejkernel.kernels.norm.arguments import checked
 
 _kernel = LayerNorm()
 
@@ -67,7 +66,8 @@ def layer_norm(
       residual: like `x`. Then `x + residual` is normalised, and that sum is returned too.
       implementation: `"xla"`, `"pallas"` (TPU) or `"triton"` (GPU); by default the first that
         serves the call on this device.
-      cfg: rows worked on at a time; by default the tuned ones of the store, else a heuristic.
+      cfg: a config of one implementation, which then runs; by default the tuned one of the store,
+        else a heuristic.
 
     Returns:
       The output, like `x`; with `residual` the pair of it and `x + residual`.
@@ -79,15 +79,7 @@ def layer_norm(
     >>> layer_norm(x, jnp.ones(2), jnp.ones(2), eps=0.0).tolist()
     [[0.0, 2.0], [0.0, 2.0]]
     """
-    result: jax.Array | tuple[jax.Array, jax.Array] = normalised(
-        _kernel,
-        x,
-        weight,
-        bias=bias,
-        eps=eps,
-        weight_offset=weight_offset,
-        residual=residual,
-        implementation=implementation,
-        cfg=cfg,
+    arrays, options = checked(
+        "layer_norm", x, weight, bias=bias, eps=eps, weight_offset=weight_offset, residual=residual
     )
-    return result
+    return _kernel(*arrays, **options, **given_options("layer_norm", implementation, cfg))

@@ -6,10 +6,9 @@ from typing import overload
 
 import jax
 
-from ejkernel.kernels.norm import NormConfig
-from ejkernel.kernels.rms_norm import RmsNorm
-
-from .norm_arguments import normalised
+from ejkernel.kernels.arguments import given_options
+from ejkernel.kernels.norm import NormConfig, RmsNorm
+from ejkernel.kernels.norm.arguments import checked
 
 _kernel = RmsNorm()
 
@@ -64,7 +63,8 @@ def rms_norm(
         stream that goes on beside a transformer's layer.
       implementation: `"xla"`, `"pallas"` (TPU) or `"triton"` (GPU); by default the first that
         serves the call on this device.
-      cfg: rows worked on at a time; by default the tuned ones of the store, else a heuristic.
+      cfg: a config of one implementation, which then runs; by default the tuned one of the store,
+        else a heuristic.
 
     Returns:
       The output, like `x`; with `residual` the pair of it and `x + residual`.
@@ -77,14 +77,7 @@ def rms_norm(
     >>> stream.tolist()
     [[6.0, 8.0], [0.0, 2.0]]
     """
-    result: jax.Array | tuple[jax.Array, jax.Array] = normalised(
-        _kernel,
-        x,
-        weight,
-        eps=eps,
-        weight_offset=weight_offset,
-        residual=residual,
-        implementation=implementation,
-        cfg=cfg,
+    arrays, options = checked(
+        "rms_norm", x, weight, eps=eps, weight_offset=weight_offset, residual=residual
     )
-    return result
+    return _kernel(*arrays, **options, **given_options("rms_norm", implementation, cfg))

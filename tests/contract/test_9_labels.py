@@ -374,7 +374,7 @@ def test_a_specification_of_a_call_that_cannot_be_is_skipped(tmp_path, monkeypat
     """It asks for an implementation that does not exist, or for a module that ends the process."""
     (tmp_path / "a_script_that_ends.py").write_text("raise SystemExit(3)")
     monkeypatch.syspath_prepend(str(tmp_path))
-    norm = "ejkernel.kernels.rms_norm.kernel:RmsNorm"
+    norm = "ejkernel.kernels.norm.kernel:RmsNorm"
     arrays = "{'$array':'float32[4,8]'},{'$array':'float32[8]'}"
     for op_id, kernel, keywords in (
         ("rms_norm@v1", norm, "{'implementation':'nosuch'}"),

@@ -15,7 +15,14 @@ from config_calls import CALLS
 from ejkernel import modules
 from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionXlaConfig
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
-from ejkernel.kernels.norm import NormConfig, pallas_gpu, pallas_tpu
+from ejkernel.kernels.norm import (
+    NormGpuConfig,
+    NormTpuConfig,
+    NormXlaConfig,
+    pallas_gpu,
+    pallas_tpu,
+)
+from ejkernel.kernels.norm.arguments import Arguments
 from ejkernel.modules import (
     gated_linear_attention,
     gated_linear_unit,
@@ -127,24 +134,18 @@ def test_a_cap_that_leaves_no_digits_of_a_score(operation: str) -> None:
 def test_norms_of_small_and_large_rows(operation: Any, size: float, eps: float) -> None:
     arrays = {"x": size * random(6, 8), "weight": random(8, seed=1)}
     compare(operation, arrays, 2e-5, eps=eps)
-    compare(operation, arrays, 2e-5, eps=eps, cfg=NormConfig(bwd=BwdParams(blocksize_m=4)))
+    compare(operation, arrays, 2e-5, eps=eps, cfg=NormXlaConfig(backward_block_m=4))
 
 
 @pytest.mark.parametrize("size", [1e-17, 1e17])
-@pytest.mark.parametrize("module", [pallas_gpu, pallas_tpu])
-def test_norms_of_small_and_large_rows_in_pallas(module: Any, size: float) -> None:
+@pytest.mark.parametrize(
+    ("module", "cfg"), [(pallas_gpu, NormGpuConfig()), (pallas_tpu, NormTpuConfig())]
+)
+def test_norms_of_small_and_large_rows_in_pallas(module: Any, cfg: Any, size: float) -> None:
     x, dout = size * random(8, 128), random(8, 128, seed=1)
-    launch = {"num_warps": 4} if module is pallas_gpu else {}
-    found = module.backward(
-        jnp.asarray(x, jnp.float32),
-        jnp.asarray(dout, jnp.float32),
-        weight=None,
-        eps=0.0,
-        centered=False,
-        rows=8,
-        interpret=True,
-        **launch,
-    )
+    call = Arguments(jnp.asarray(x, jnp.float32), eps=0.0, centered=False)
+    dout = jnp.asarray(dout, jnp.float32)
+    found = module.differentiate(call, None, (dout, None), cfg, interpret=True)
     rstd = np.mean(x**2, 1, keepdims=True) ** -0.5
     expected = rstd * dout - x * rstd**3 * np.mean(x * dout, 1, keepdims=True)
     np.testing.assert_allclose(found.dx / rstd, expected / rstd, rtol=1e-4, atol=1e-4)

@@ -21,7 +21,7 @@ from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionXlaConfi
 from ejkernel.kernels.gated_linear_unit import GatedLinearUnitXlaConfig
 from ejkernel.kernels.grouped_matmul import GroupedMatmulConfig
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
-from ejkernel.kernels.norm import NormConfig
+from ejkernel.kernels.norm import NormXlaConfig
 from ejkernel.kernels.paged_attention import PagedAttentionConfig
 from ejkernel.kernels.tile import Tile
 from ejkernel.ops import BwdParams, FwdParams
@@ -47,8 +47,8 @@ FIXED: dict[str, dict[str, Any]] = {
     "grouped_matmul": {"group_sizes": np.array([5, 0, 21, 7], np.int32)},
 }
 BLOCKS: dict[str, Any] = {
-    "rms_norm": NormConfig(bwd=BwdParams(blocksize_m=4)),
-    "layer_norm": NormConfig(bwd=BwdParams(blocksize_m=4)),
+    "rms_norm": NormXlaConfig(backward_block_m=4),
+    "layer_norm": NormXlaConfig(backward_block_m=4),
     "gated_linear_unit": GatedLinearUnitXlaConfig(block_m=4, backward_block_m=4),
     "grouped_matmul": GroupedMatmulConfig(Tile(rows=8), Tile(rows=8), Tile(rows=8)),
     "linear_cross_entropy": LinearCrossEntropyConfig(

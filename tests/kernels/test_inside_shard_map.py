@@ -20,7 +20,7 @@ from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionXlaConfi
 from ejkernel.kernels.gated_linear_unit import GatedLinearUnitXlaConfig
 from ejkernel.kernels.grouped_matmul import GroupedMatmulConfig
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
-from ejkernel.kernels.norm import NormConfig
+from ejkernel.kernels.norm import NormXlaConfig
 from ejkernel.kernels.tile import Tile
 from ejkernel.modules import (
     flash_attention,
@@ -64,8 +64,8 @@ def norm(operation: Any, shape: tuple[int, ...], axis: int, cfg: Any, *names: st
     return Case(lambda **a: operation(**a, cfg=cfg), shapes, sharded, results)
 
 
-def blocks(rows: int | None) -> NormConfig | None:
-    return None if rows is None else NormConfig(bwd=BwdParams(blocksize_m=rows))
+def blocks(rows: int | None) -> NormXlaConfig | None:
+    return None if rows is None else NormXlaConfig(backward_block_m=rows)
 
 
 def norms() -> dict[str, Case]:

@@ -16,7 +16,7 @@ from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionXlaConfi
 from ejkernel.kernels.gated_linear_unit import GatedLinearUnitXlaConfig
 from ejkernel.kernels.grouped_matmul import GroupedMatmulConfig
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
-from ejkernel.kernels.norm import NormConfig
+from ejkernel.kernels.norm import NormXlaConfig
 from ejkernel.kernels.tile import Tile
 from ejkernel.modules import (
     gated_linear_attention,
@@ -47,7 +47,7 @@ class Case:
 
 LABELS = np.array([3, -100, 0, 20, 20, 7, 1, 2, 3, -100, 4, 5, 6])
 SEGMENTS = np.repeat([0, 1, 2], [3, 4, 6])[None].repeat(2, 0)
-NORM = NormConfig(bwd=BwdParams(blocksize_m=4))
+NORM = NormXlaConfig(backward_block_m=4)
 LOSS = LinearCrossEntropyConfig(FwdParams(blocksize_m=5), BwdParams(blocksize_m=5, blocksize_n=8))
 CHUNKS = GatedLinearAttentionXlaConfig(chunk_size=4, backward_chunk_size=4)
 UNIT = GatedLinearUnitXlaConfig(block_m=4, backward_block_m=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from functools import partial
 
@@ -13,11 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ejkernel import targets
-from ejkernel.kernels.layer_norm import LayerNorm, layer_norm_reference
-from ejkernel.kernels.norm import NormConfig, pallas_gpu, pallas_tpu
-from ejkernel.kernels.rms_norm import RmsNorm, rms_norm_reference
+from ejkernel.kernels.norm import (
+    LayerNorm,
+    NormGpuConfig,
+    NormTpuConfig,
+    NormXlaConfig,
+    RmsNorm,
+    layer_norm_reference,
+    pallas_gpu,
+    pallas_tpu,
+    rms_norm_reference,
+)
+from ejkernel.kernels.norm.passes import passes_of
 from ejkernel.modules import layer_norm, rms_norm, support_table
-from ejkernel.ops import BwdParams, FwdParams, NotSupported
+from ejkernel.ops import Kernel, NotSupported
 from ejkernel.targets.lowering import standing_on
 
 OPERATIONS = {
@@ -25,10 +35,14 @@ OPERATIONS = {
     "layer_norm": (layer_norm, layer_norm_reference),
 }
 KERNELS = {"rms_norm": RmsNorm(), "layer_norm": LayerNorm()}
+PALLAS = {
+    "pallas": (pallas_tpu, NormTpuConfig(block_m=8, backward_block_m=8)),
+    "triton": (pallas_gpu, NormGpuConfig(block_m=4, backward_block_m=4)),
+}
 
 
 def blocks(rows):
-    return NormConfig(bwd=BwdParams(blocksize_m=rows))
+    return NormXlaConfig(backward_block_m=rows)
 
 
 def arrays_of(shape, options, dtype=jnp.float32, weights=jnp.float32):
@@ -114,50 +128,26 @@ def test_any_shape(operation, leading, features, rows, dtype, options):
 # --- Pallas --------------------------------------------------------------------------------------
 
 
-class Interpreted:
-    """A kernel's Pallas functions joined to one differentiable function, interpreted."""
+def interpreted(operation, name):
+    """The operation by an interpreted kernel, with the gradient of that."""
+    module, cfg = PALLAS[name]
+    passes = passes_of(
+        partial(module.normalise, interpret=True),
+        partial(module.differentiate, interpret=True),
+        centered=operation == "layer_norm",
+    )
+    item = dataclasses.replace(KERNELS[operation].implementation(name), devices=None, **passes)
 
-    def __init__(self, operation, module, rows, **launch):
-        self.kernel = KERNELS[operation]
-        self.module, self.launch = module, dict(rows=rows, interpret=True, **launch)
-        self.centered = operation == "layer_norm"
+    class Interpreted(Kernel):
+        implementations = (item,)
 
-    def __call__(self, x, weight=None, bias=None, residual=None, eps=1e-3, weight_offset=0.0):
-        @jax.custom_vjp
-        def norm(arrays):
-            return forward(arrays)[0]
-
-        shared = dict(eps=eps, weight_offset=weight_offset, centered=self.centered, **self.launch)
-
-        def forward(arrays):
-            out, summed = self.module.forward(**arrays, **shared)
-            return (out if summed is None else (out, summed)), (arrays, summed)
-
-        def backward(saved, dout):
-            arrays, summed = saved
-            dout, dsummed = dout if summed is not None else (dout, None)
-            found = self.module.backward(
-                arrays["x"] if summed is None else summed,
-                dout,
-                dsummed=dsummed,
-                weight=arrays.get("weight"),
-                bias=arrays.get("bias"),
-                **shared,
-            )
-            by_name = {
-                "x": found.dx,
-                "weight": found.dweight,
-                "bias": found.dbias,
-                "residual": found.dx,
-            }
-            return ({name: by_name[name].astype(a.dtype) for name, a in arrays.items()},)
-
-        norm.defvjp(forward, backward)
-        given = {"x": x, "weight": weight, "bias": bias, "residual": residual}
-        return norm({name: array for name, array in given.items() if array is not None})
+    kernel = Interpreted(name=f"interpreted_{operation}")
+    return lambda x, weight=None, **options: kernel(
+        x, *([] if weight is None else [weight]), cfg=cfg, eps=1e-3, **options
+    )
 
 
-@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+@pytest.mark.parametrize("name", PALLAS)
 @pytest.mark.parametrize(
     ("operation", "options", "shape", "dtype"),
     [
@@ -169,10 +159,8 @@ class Interpreted:
         ("layer_norm", {"weight", "bias"}, (9, 33), jnp.bfloat16),
     ],
 )
-def test_interpreted_pallas_equals_the_reference(platform, operation, options, shape, dtype):
-    module = {"tpu": pallas_tpu, "gpu": pallas_gpu}[platform]
-    launch = {} if platform == "tpu" else {"num_warps": 4}
-    ours = Interpreted(operation, module, 8 if platform == "tpu" else 4, **launch)
+def test_interpreted_pallas_equals_the_reference(name, operation, options, shape, dtype):
+    ours = interpreted(operation, name)
     arrays = arrays_of(shape, options, dtype)
     offset = {"weight_offset": 1.0} if "weight" in options else {}
     wanted = value_and_gradients(partial(OPERATIONS[operation][1], eps=1e-3, **offset), arrays)
@@ -188,17 +176,13 @@ def test_pallas_lowers(target, operation):
     x = jax.ShapeDtypeStruct((3, 100, 768), jnp.bfloat16)
     weight = jax.ShapeDtypeStruct((768,), jnp.float32)
     inv = kernel.bind(x, weight, eps=1e-6, residual=x)
-    options = {"eps": 1e-6}
-    for cfg in getattr(kernel, f"candidate_cfgs_{suffix}")(inv)[:2]:
+    implementation = kernel.implementation(suffix)
+    for cfg in implementation.space(inv)[:2]:
 
         def both(x, weight, residual, dout, cfg=cfg):
-            out, saved = getattr(kernel, f"fwd_with_residuals_{suffix}")(
-                x, weight, residual=residual, cfg=cfg, **options
-            )
-            pull_back = getattr(kernel, f"vjp_{suffix}")
-            return pull_back(
-                saved, out, (dout, dout), x, weight, residual=residual, cfg=cfg, **options
-            )
+            options = {"residual": residual, "cfg": cfg, "eps": 1e-6}
+            _, saved = implementation.forward_with_residuals(x, weight, **options)
+            return implementation.backward(saved, None, (dout, dout), x, weight, **options)
 
         with standing_on(targets.find(target)):  # newer JAX asks which GPU it is
             traced = jax.jit(both).trace(x, weight, x, x)
@@ -208,14 +192,12 @@ def test_pallas_lowers(target, operation):
 def test_heuristics_are_among_what_is_allowed():
     kernel = KERNELS["rms_norm"]
     for rows, features in ((1, 1), (7, 100), (4096, 1024), (100_000, 16384)):
-        x = jax.ShapeDtypeStruct((rows, features), jnp.bfloat16)
-        inv = kernel.bind(x, eps=1e-6)
-        assert kernel.heuristic_cfg_pallas(inv).fwd.blocksize_m % 8 == 0
-        forward = kernel.heuristic_cfg_triton(inv).fwd
-        assert forward.blocksize_m & (forward.blocksize_m - 1) == 0
-        assert forward.num_warps in (1, 2, 4, 8, 16)
-        assert kernel.heuristic_cfg(inv).bwd.blocksize_m <= rows
-        assert kernel.candidate_cfgs_triton(inv)
+        inv = kernel.bind(jax.ShapeDtypeStruct((rows, features), jnp.bfloat16), eps=1e-6)
+        for item in kernel.implementations:
+            configs = [item.heuristic(inv), *item.space(inv)]
+            assert len(configs) > 1
+            assert [item.limits.reasons_against(cfg, inv) for cfg in configs] == [[]] * len(configs)
+        assert kernel.implementation("xla").heuristic(inv).backward_block_m <= rows
 
 
 # --- the functions users call --------------------------------------------------------------------
@@ -282,4 +264,3 @@ def test_what_is_supported_is_printed():
     table = str(support_table("rms_norm", x, eps=1e-6))
     assert "xla" in table
     assert "yes" in table
-    assert FwdParams() == NormConfig().fwd

@@ -14,7 +14,7 @@ from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionXlaConfi
 from ejkernel.kernels.gated_linear_unit import GatedLinearUnitXlaConfig
 from ejkernel.kernels.grouped_matmul import GroupedMatmulConfig
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
-from ejkernel.kernels.norm import NormConfig
+from ejkernel.kernels.norm import NormXlaConfig
 from ejkernel.kernels.tile import Tile
 from ejkernel.modules import (
     gated_linear_attention,
@@ -61,7 +61,7 @@ def norm(dice: Dice) -> Call:
         arrays["residual"] = dice.array(*shape)
     if operation is layer_norm and dice.maybe():
         arrays["bias"] = dice.array(shape[-1])
-    return operation, arrays, options, NormConfig(bwd=BwdParams(blocksize_m=dice.size(7)))
+    return operation, arrays, options, NormXlaConfig(backward_block_m=dice.size(7))
 
 
 def loss(dice: Dice) -> Call:

@@ -14,7 +14,7 @@ import pytest
 
 from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionXlaConfig
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
-from ejkernel.kernels.norm import NormConfig
+from ejkernel.kernels.norm import NormXlaConfig
 from ejkernel.modules import (
     gated_linear_attention,
     gated_linear_unit,
@@ -57,7 +57,7 @@ LOSS = {"hidden": random(7, 4), "weight": random(4, 11), "bias": random(11), "la
 BLOCKS = LinearCrossEntropyConfig(FwdParams(blocksize_m=3), BwdParams(blocksize_m=3, blocksize_n=4))
 GROUPS = {"lhs": random(40, 4), "rhs": random(3, 4, 5)}
 SIZES = {"group_sizes": np.array([[10, 0, 30], [1, 2, 3], [0, 0, 0]])}
-NORM = NormConfig(bwd=BwdParams(blocksize_m=2))
+NORM = NormXlaConfig(backward_block_m=2)
 CHUNKS = GatedLinearAttentionXlaConfig(chunk_size=4, backward_chunk_size=4)
 
 CASES = {
