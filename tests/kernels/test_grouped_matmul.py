@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -17,13 +18,15 @@ from jax.experimental.compilation_cache import compilation_cache
 from ejkernel import targets
 from ejkernel.kernels.grouped_matmul import (
     GroupedMatmul,
-    GroupedMatmulConfig,
-    Tile,
+    GroupedMatmulGpuBlocks,
+    GroupedMatmulTpuBlocks,
+    GroupedMatmulXlaConfig,
     grouped_matmul_reference,
     pallas_gpu,
     pallas_tpu,
     xla,
 )
+from ejkernel.kernels.grouped_matmul.arguments import Arguments
 from ejkernel.kernels.grouped_matmul.groups import grid_steps, row_spans, with_rows_of_no_group
 from ejkernel.modules import grouped_matmul, support_table
 from ejkernel.ops import NotSupported
@@ -32,9 +35,9 @@ from ejkernel.targets.lowering import standing_on
 FAST_COMPILE: Any = {"xla_backend_optimization_level": 0}
 
 PRODUCTS = {
-    "xla": (xla, {"tile_rows": 16}),
-    "tpu": (pallas_tpu, {"tile": Tile(8, 16, 16), "interpret": True}),
-    "gpu": (pallas_gpu, {"tile": Tile(16, 16, 16), "interpret": True}),
+    "xla": (xla, {"block_m": 16}),
+    "tpu": (pallas_tpu, {"blocks": GroupedMatmulTpuBlocks(8, 16, 16), "interpret": True}),
+    "gpu": (pallas_gpu, {"blocks": GroupedMatmulGpuBlocks(16, 16, 16), "interpret": True}),
 }
 
 # m, k, n, group sizes, matrices here, offset, transposed
@@ -104,13 +107,11 @@ def test_products_equal_the_reference_and_its_gradients(name, call):
     lhs, dout = poisoned(lhs, *spans), poisoned(dout, *spans)
 
     def products(lhs, rhs, dout):
-        times_matrices = partial(module.rows_times_matrices, **options)
+        call = Arguments.of(lhs, rhs, group_sizes, transpose_rhs=transposed, group_offset=offset)
         return [
-            times_matrices(lhs, rhs, spans, transpose_rhs=transposed),
-            times_matrices(dout, rhs, spans, transpose_rhs=not transposed),
-            module.transposed_rows_times_rows(
-                *((dout, lhs) if transposed else (lhs, dout)), spans, **options
-            ),
+            module.times_matrices(call, **options),
+            module.times_matrices(call.for_dlhs(dout), **options),
+            module.matrix_gradients(call, dout, **options),
         ]
 
     assert_close(jax.jit(products, compiler_options=FAST_COMPILE)(lhs, rhs, dout), expected)
@@ -121,13 +122,14 @@ def test_low_precision_is_summed_in_float32(name):
     module, options = PRODUCTS[name]
     lhs, rhs, dout = inputs(24, 256, 16, 3, False, jnp.bfloat16)
     sizes = jnp.array([9, 0, 15])
-    spans = row_spans(sizes, 24, 3)
-    options = {**options, **({"tile": Tile(16, 16, 128)} if "tile" in options else {})}
+    if "blocks" in options:
+        options = {**options, "blocks": dataclasses.replace(options["blocks"], block_k=128)}
 
     def products(lhs, rhs, dout):
+        call = Arguments.of(lhs, rhs, sizes, preferred_element_type=jnp.float32)
         return [
-            module.rows_times_matrices(lhs, rhs, spans, out_dtype=jnp.float32, **options),
-            module.transposed_rows_times_rows(lhs, dout, spans, **options),
+            module.times_matrices(call, **options),
+            module.matrix_gradients(call, dout, **options),
         ]
 
     got = jax.jit(products, compiler_options=FAST_COMPILE)(lhs, rhs, dout)
@@ -146,25 +148,25 @@ def test_low_precision_is_summed_in_float32(name):
     aligned=st.booleans(),
 )
 def test_steps_cover_every_row_of_every_group_once(sizes, rows, aligned):
-    tile, groups = 16, len(sizes)
-    spans, steps = jax.tree.map(np.asarray, steps_of(jnp.asarray(sizes), rows, tile, aligned))
+    block_m, groups = 16, len(sizes)
+    spans, steps = jax.tree.map(np.asarray, steps_of(jnp.asarray(sizes), rows, block_m, aligned))
     covered = []
     for group, at, start, end in zip(*steps, strict=True):
-        first = at * tile if aligned else at
+        first = at * block_m if aligned else at
         assert 0 <= first < rows
-        assert end == start or first <= start < end <= first + tile
+        assert end == start or first <= start < end <= first + block_m
         covered += [(row, group) for row in range(start, end)]
     starts, ends = spans
     assert covered == [(row, g) for g in range(groups + 2) for row in range(starts[g], ends[g])]
     assert len(covered) == rows
-    if aligned:  # a tile is never left and visited again: it stays in memory between its visits
+    if aligned:  # a block is never left and visited again: it stays in memory between its visits
         assert (np.diff(steps[1]) >= 0).all()
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
-def steps_of(sizes, rows, tile, aligned):
+def steps_of(sizes, rows, block_m, aligned):
     spans = with_rows_of_no_group(row_spans(sizes, rows, sizes.shape[0]), rows)
-    return spans, grid_steps(spans, rows, tile, aligned=aligned, visit_empty=False)
+    return spans, grid_steps(spans, rows, block_m, aligned=aligned, visit_empty=False)
 
 
 # --- the function that people call ---------------------------------------------------------------
@@ -309,7 +311,7 @@ def test_a_demanded_implementation_that_cannot_serve_says_why():
     assert "grouped_matmul" in str(support_table("grouped_matmul"))
 
 
-def test_tiles_of_every_config_give_the_same():
+def test_blocks_of_every_config_give_the_same():
     kernel = GroupedMatmul()
     lhs, rhs, _ = inputs(300, 8, 8, 3, False)
     sizes = jnp.array([150, 37, 100])
@@ -317,8 +319,8 @@ def test_tiles_of_every_config_give_the_same():
     candidates = kernel.candidates(kernel.bind(lhs, rhs, sizes))
     assert len(candidates) > 5
     for rows in (64, 512):
-        cfg = GroupedMatmulConfig(forward=Tile(rows=rows))
-        assert cfg.forward in {other.forward for other in candidates}
+        cfg = GroupedMatmulXlaConfig(block_m=rows)
+        assert rows in {other.block_m for other in candidates}
         np.testing.assert_allclose(
             grouped_matmul(lhs, rhs, sizes, cfg=cfg), expected, rtol=1e-5, atol=1e-5
         )
@@ -346,16 +348,15 @@ def test_candidates_lower_in_both_directions(platform, suffix, target, dtype):
         jax.ShapeDtypeStruct((8, 768, 320), dtype),
         jax.ShapeDtypeStruct((8,), jnp.int32),
     )
-    inv = kernel.bind(*call)
-    run, rule = getattr(kernel, f"run_{suffix}"), getattr(kernel, f"custom_vjp_{suffix}")
+    implementation = kernel.implementation(suffix)
 
-    def both(cfg, lhs, rhs, sizes):
-        out = run(lhs, rhs, sizes, cfg=cfg)
-        return out, rule((lhs, rhs, sizes), cfg, {}, (out,))[:2]
+    def both(cfg, *args):
+        out, residuals = implementation.forward_with_residuals(*args, cfg=cfg)
+        return out, implementation.backward(residuals, None, out, *args, cfg=cfg)[:2]
 
-    tiles = {cfg.forward for cfg in getattr(kernel, f"candidate_cfgs_{suffix}")(inv)}
-    for tile in sorted(tiles, key=repr)[:: max(1, len(tiles) // 3)]:
-        cfg = GroupedMatmulConfig(tile, tile, tile)
+    choices = {cfg.forward for cfg in implementation.space(kernel.bind(*call))}
+    for blocks in sorted(choices, key=repr)[:: max(1, len(choices) // 3)]:
+        cfg = implementation.config(blocks, blocks, blocks)
         with standing_on(targets.find(target)):
             jax.jit(partial(both, cfg)).trace(*call).lower(lowering_platforms=(platform,))
 

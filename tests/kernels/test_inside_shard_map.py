@@ -18,10 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionXlaConfig
 from ejkernel.kernels.gated_linear_unit import GatedLinearUnitXlaConfig
-from ejkernel.kernels.grouped_matmul import GroupedMatmulConfig
+from ejkernel.kernels.grouped_matmul import GroupedMatmulXlaConfig
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
 from ejkernel.kernels.norm import NormXlaConfig
-from ejkernel.kernels.tile import Tile
 from ejkernel.modules import (
     flash_attention,
     gated_linear_attention,
@@ -152,7 +151,7 @@ def grouped() -> dict[str, Case]:
     for name, m, cfg in (
         ("default", 60, None),
         ("few rows", 24, None),
-        ("tiles", 60, GroupedMatmulConfig(Tile(rows=16), Tile(rows=16), Tile(rows=16))),
+        ("16 rows", 60, GroupedMatmulXlaConfig(16, 16, 16)),
     ):
         known = np.minimum(sizes, 3) if m == 24 else sizes
         shapes = {"lhs": (m, 8), "rhs": (8, 8, 12), "group_sizes": known}
@@ -289,7 +288,7 @@ def without_devices(name: str, case: Case, given: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("name", CASES)
 def test_results_and_gradients_are_those_without_devices(name: str) -> None:
     case = CASES[name]
-    dtype = jnp.bfloat16 if "tiles" in name or "5" in name else jnp.float32
+    dtype = jnp.bfloat16 if "16 rows" in name or "5" in name else jnp.float32
     arrays, known = filled(case, dtype)
     mapped = inside_shard_map(case)
 

@@ -14,10 +14,9 @@ import pytest
 
 from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionXlaConfig
 from ejkernel.kernels.gated_linear_unit import GatedLinearUnitXlaConfig
-from ejkernel.kernels.grouped_matmul import GroupedMatmulConfig
+from ejkernel.kernels.grouped_matmul import GroupedMatmulXlaConfig
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
 from ejkernel.kernels.norm import NormXlaConfig
-from ejkernel.kernels.tile import Tile
 from ejkernel.modules import (
     gated_linear_attention,
     gated_linear_unit,
@@ -51,7 +50,7 @@ NORM = NormXlaConfig(backward_block_m=4)
 LOSS = LinearCrossEntropyConfig(FwdParams(blocksize_m=5), BwdParams(blocksize_m=5, blocksize_n=8))
 CHUNKS = GatedLinearAttentionXlaConfig(chunk_size=4, backward_chunk_size=4)
 UNIT = GatedLinearUnitXlaConfig(block_m=4, backward_block_m=4)
-TILES = GroupedMatmulConfig(Tile(rows=8), Tile(rows=8), Tile(rows=8))
+GROUPS = GroupedMatmulXlaConfig(8, 8, 8)
 KEYS, VALUES = (2, 13, 2, 4), (2, 13, 2, 3)
 
 
@@ -118,10 +117,12 @@ CASES = {
         CHUNKS,
     ),
     "linear attention without decay": Case(gated_linear_attention, (KEYS, KEYS, VALUES), CHUNKS),
-    "groups": Case(groups(5, 0, 21, 7), ((40, 6), (4, 6, 5), (40, 5)), TILES),
-    "groups of few rows": Case(groups(5, 0, 2, 7, transpose_rhs=True), ((20, 6), (4, 5, 6)), TILES),
-    "one group": Case(groups(5), ((20, 6), (1, 6, 5)), TILES),
-    "some of the groups": Case(groups(5, 0, 2, 17, group_offset=2), ((40, 6), (2, 6, 5)), TILES),
+    "groups": Case(groups(5, 0, 21, 7), ((40, 6), (4, 6, 5), (40, 5)), GROUPS),
+    "groups of few rows": Case(
+        groups(5, 0, 2, 7, transpose_rhs=True), ((20, 6), (4, 5, 6)), GROUPS
+    ),
+    "one group": Case(groups(5), ((20, 6), (1, 6, 5)), GROUPS),
+    "some of the groups": Case(groups(5, 0, 2, 17, group_offset=2), ((40, 6), (2, 6, 5)), GROUPS),
     "both weights in one": Case(
         lambda x, w, b, **o: gated_linear_unit(x, w, b_gate=b, **o),
         ((3, 4, 6), (6, 2, 5), (2, 5)),

@@ -12,10 +12,9 @@ import pytest
 
 from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionXlaConfig
 from ejkernel.kernels.gated_linear_unit import GatedLinearUnitXlaConfig
-from ejkernel.kernels.grouped_matmul import GroupedMatmulConfig
+from ejkernel.kernels.grouped_matmul import GroupedMatmulXlaConfig
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
 from ejkernel.kernels.norm import NormXlaConfig
-from ejkernel.kernels.tile import Tile
 from ejkernel.modules import (
     gated_linear_attention,
     gated_linear_unit,
@@ -124,8 +123,8 @@ def grouped(dice: Dice) -> Call:
         "transpose_rhs": transposed,
         "precision": "highest",
     }
-    tiles = (Tile(rows=2 ** (2 + dice.size(4))) for _ in range(3))
-    return grouped_matmul, arrays, options, GroupedMatmulConfig(*tiles)
+    blocks = (2 ** (2 + dice.size(4)) for _ in range(3))
+    return grouped_matmul, arrays, options, GroupedMatmulXlaConfig(*blocks)
 
 
 def unit(dice: Dice) -> Call:

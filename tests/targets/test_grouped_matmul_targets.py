@@ -24,22 +24,16 @@ class Backward(Kernel):
     """Both gradients of a grouped product, as an operation that can be checked."""
 
     def __init__(self, implementation):
-        super().__init__(name=f"grouped_matmul_backward_{implementation}")
-        self._kernel = GroupedMatmul()
-
-    def _run(self, rule, heuristic, lhs, rhs, group_sizes, dout):
-        inv = self._kernel.bind(lhs, rhs, group_sizes)
-        cfg = getattr(self._kernel, heuristic)(inv)
-        return getattr(self._kernel, rule)((lhs, rhs, group_sizes), cfg, {}, (dout,))[:2]
+        super().__init__(name=f"grouped_matmul_backward_{implementation.name}")
+        self._implementation = implementation
 
     def heuristic_cfg(self, inv):
         return 0
 
-    def run_pallas(self, *arrays, cfg):
-        return self._run("custom_vjp_pallas", "heuristic_cfg_pallas", *arrays)
-
-    def run_triton(self, *arrays, cfg):
-        return self._run("custom_vjp_triton", "heuristic_cfg_triton", *arrays)
+    def run(self, *args, cfg):
+        *call, dout = args
+        cfg = self._implementation.heuristic(GroupedMatmul().bind(*call))
+        return self._implementation.backward(None, None, dout, *call, cfg=cfg)[:2]
 
 
 def shapes(m, k, n, groups, dtype):
@@ -65,13 +59,11 @@ def test_the_heuristic_config_compiles_in_both_directions(name, call):
     if name not in USABLE:
         pytest.skip(f"nothing compiles for {name} here; `make targets` installs what does")
     kernel = GroupedMatmul()
-    heuristic = (
-        kernel.heuristic_cfg_pallas if name.startswith("tpu") else kernel.heuristic_cfg_triton
-    )
-    cfg = heuristic(kernel.bind(*call[:3]))
+    implementation = kernel.implementation("pallas" if name.startswith("tpu") else "triton")
+    cfg = implementation.heuristic(kernel.bind(*call[:3]))
     forward = targets.check(kernel, *call[:3], target=name, configs=[cfg])
     assert [entry.full_text for entry in forward if not entry.compiles] == []
     if name.startswith("cuda"):
         assert not any(entry.spilled_bytes for entry in forward)
-    backward = targets.check(Backward(name.split("-")[0]), *call, target=name, configs=[0])
+    backward = targets.check(Backward(implementation), *call, target=name, configs=[0])
     assert [entry.full_text for entry in backward if not entry.compiles] == []

@@ -1,4 +1,4 @@
-"""Which rows belong to which group, and how tiles of rows cover them."""
+"""Which rows belong to which group, and how blocks of rows cover them."""
 
 from __future__ import annotations
 
@@ -58,12 +58,18 @@ def _int32(numbers: jax.Array, most: int) -> jax.Array:
     return jnp.clip(wide, 0, most).astype(jnp.int32)
 
 
+def rows_of_groups(spans: Spans, rows: int) -> jax.Array:
+    """Which rows belong to which group, `(rows, groups)`."""
+    row = jnp.arange(rows, dtype=spans[0].dtype)[:, None]
+    return (row >= spans[0][None, :]) & (row < spans[1][None, :])
+
+
 class Steps(NamedTuple):
     """What each step of a grid works on; int32 arrays with one element per step."""
 
     group: jax.Array  # whose matrix
-    tile: jax.Array  # which tile of rows
-    start: jax.Array  # first row of that tile that belongs to the group
+    block: jax.Array  # which block of rows
+    start: jax.Array  # first row of that block that belongs to the group
     end: jax.Array  # the row after the last one; steps that are not needed have none
 
 
@@ -76,51 +82,49 @@ def with_rows_of_no_group(spans: Spans, rows: int) -> Spans:
     )
 
 
-def grid_steps(
-    spans: Spans, rows: int, tile_rows: int, *, aligned: bool, visit_empty: bool
-) -> Steps:
-    """Every tile of every group, one after the other, padded to a number known while tracing.
+def grid_steps(spans: Spans, rows: int, block_m: int, *, aligned: bool, visit_empty: bool) -> Steps:
+    """Every block of every group, one after the other, padded to a number known while tracing.
 
     Args:
         spans: The rows of each group, in order and without gaps.
         rows: Rows there are.
-        tile_rows: Rows of a tile.
-        aligned: If true, tiles begin at multiples of ``tile_rows`` and groups share those at their
-            borders. If false, the first tile of a group begins at its first row, and ``tile`` is
-            the row where a tile begins.
+        block_m: Rows of a block.
+        aligned: If true, blocks begin at multiples of ``block_m`` and groups share those at their
+            borders. If false, the first block of a group begins at its first row, and ``block`` is
+            the row where a block begins.
         visit_empty: If true, groups without rows get one step too.
 
     Returns:
         As many steps as any group sizes can need. The last ones repeat the last step's group and
-        tile, without rows.
+        block, without rows.
 
     Example:
         >>> import jax.numpy as jnp
         >>> spans = (jnp.array([0, 5]), jnp.array([5, 8]))
-        >>> steps = grid_steps(spans, rows=8, tile_rows=4, aligned=True, visit_empty=False)
+        >>> steps = grid_steps(spans, rows=8, block_m=4, aligned=True, visit_empty=False)
         >>> [list(map(int, step)) for step in zip(*steps)]  # rows 0-3, row 4, rows 5-7
         [[0, 0, 0, 4], [0, 1, 4, 5], [1, 1, 5, 8]]
     """
     starts, ends = spans
-    tiles_of_rows = -(-rows // tile_rows)
-    # Aligned: a border inside a tile adds one step. Not aligned: so does the rest of each group.
-    most = tiles_of_rows + starts.shape[0] - (1 if aligned else 0)
-    first_tile = starts // tile_rows if aligned else jnp.zeros_like(starts)
+    row_blocks = -(-rows // block_m)
+    # Aligned: a border inside a block adds one step. Not aligned: so does the rest of each group.
+    most = row_blocks + starts.shape[0] - (1 if aligned else 0)
+    first_block = starts // block_m if aligned else jnp.zeros_like(starts)
     origin = jnp.zeros_like(starts) if aligned else starts
-    tiles = jnp.where(
-        ends > starts, -(-(ends - origin) // tile_rows) - first_tile, 1 if visit_empty else 0
+    blocks = jnp.where(
+        ends > starts, -(-(ends - origin) // block_m) - first_block, 1 if visit_empty else 0
     )
-    until = jnp.cumsum(tiles)
+    until = jnp.cumsum(blocks)
 
     step = jnp.arange(most, dtype=jnp.int32)
     needed = step < until[-1]
     step = jnp.minimum(step, jnp.maximum(until[-1] - 1, 0))
     group = jnp.searchsorted(until, step, side="right").astype(jnp.int32)
     group = jnp.minimum(group, starts.shape[0] - 1)
-    number = first_tile[group] + step - (until - tiles)[group]
-    begin = origin[group] + number * tile_rows
+    number = first_block[group] + step - (until - blocks)[group]
+    begin = origin[group] + number * block_m
     start = jnp.maximum(begin, starts[group])
-    end = jnp.where(needed, jnp.minimum(begin + tile_rows, ends[group]), start)
+    end = jnp.where(needed, jnp.minimum(begin + block_m, ends[group]), start)
     # A group without rows may lie behind the last row.
-    tile = jnp.minimum(number, tiles_of_rows - 1) if aligned else begin
-    return Steps(group, tile.astype(jnp.int32), start, jnp.maximum(start, end))
+    block = jnp.minimum(number, row_blocks - 1) if aligned else begin
+    return Steps(group, block.astype(jnp.int32), start, jnp.maximum(start, end))

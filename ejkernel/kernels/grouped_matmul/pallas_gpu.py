@@ -1,124 +1,184 @@
 """Grouped matrix products for GPU, through Pallas' Triton backend.
 
-Every block of threads computes one tile of the result, and looks up in ``groups.grid_steps`` which
-group and which rows that is. A group's first tile begins at its first row, so no two groups share
-one. Rows of no group are covered by tiles that multiply nothing and store zeros.
+Every block of threads computes one block of the result, and looks up in ``groups.grid_steps`` which
+group and which rows that is. A group's first block begins at its first row, so no two groups share
+one. Rows of no group are covered by blocks that multiply nothing and store zeros.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
-from ..tile import Tile
-from ..triton_blocks import joint, load, part, store
-from .groups import Spans, Steps, grid_steps, with_rows_of_no_group
+from ejkernel.ops import Implementation, Invocation, Limits, Supports
+
+from ..limits import TRITON_SIDE, launch
+from .arguments import Arguments
+from .groups import Steps, grid_steps, with_rows_of_no_group
+from .products import (
+    BLOCKS,
+    for_all_products,
+    no_float64_result,
+    one_at_a_time,
+    passes_of,
+    rows_for,
+)
 
 
-def rows_times_matrices(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    spans: Spans,
-    *,
-    tile: Tile,
-    transpose_rhs: bool = False,
-    precision: lax.PrecisionLike = None,
-    out_dtype: jax.typing.DTypeLike | None = None,
-    interpret: bool = False,
+@dataclasses.dataclass(frozen=True)
+class GroupedMatmulGpuBlocks:
+    """Blocks of a product `(m, k) @ (k, n)`, powers of two, and how its kernel is launched.
+
+    In the gradient of `rhs` the result has blocks of `k` and `n`, and `m` is summed over.
+    """
+
+    block_m: int = 128
+    block_n: int = 128
+    block_k: int = 64
+    num_warps: int = 8
+    num_stages: int = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedMatmulGpuConfig:
+    """Blocks of the result, of the gradient of `lhs`, and of the gradient of `rhs`."""
+
+    forward: GroupedMatmulGpuBlocks = GroupedMatmulGpuBlocks()
+    dlhs: GroupedMatmulGpuBlocks = GroupedMatmulGpuBlocks()
+    drhs: GroupedMatmulGpuBlocks = GroupedMatmulGpuBlocks(block_m=32, block_k=128)
+
+
+def times_matrices(
+    call: Arguments, blocks: GroupedMatmulGpuBlocks, interpret: bool = False
 ) -> jax.Array:
-    """The product of :func:`.xla.rows_times_matrices`; the tile's sizes are powers of two."""
-    rows, depth = lhs.shape
-    groups, columns = rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
-    dtype = lhs.dtype if out_dtype is None else jnp.dtype(out_dtype)
-    steps = grid_steps(
-        with_rows_of_no_group(spans, rows), rows, tile.rows, aligned=False, visit_empty=False
-    )
+    """The product of :func:`.xla.times_matrices`."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plgpu
+
+    from ..triton_blocks import joint, load, part, store
+
+    rows, columns, depth = call.sizes
+    groups = call.rhs.shape[0]
+    regions = with_rows_of_no_group(call.spans, rows)
+    steps = grid_steps(regions, rows, blocks.block_m, aligned=False, visit_empty=False)
 
     def body(*refs: Any) -> None:
         (lhs_ref, rhs_ref), steps, out_ref = refs[:2], Steps(*refs[2:6]), refs[6]
         step = pl.program_id(0)
-        region, first, end = steps.group[step], steps.tile[step], steps.end[step]
+        region, first, end = steps.group[step], steps.block[step], steps.end[step]
         group = jnp.clip(region - 1, 0, groups - 1)  # region 0: the rows before the first group
-        row, my_rows = part(first, tile.rows, end)
-        column, my_columns = part(pl.program_id(1) * tile.columns, tile.columns, columns)
+        row, my_rows = part(first, blocks.block_m, end)
+        column, my_columns = part(pl.program_id(1) * blocks.block_n, blocks.block_n, columns)
 
-        def add(block: Any, total: jax.Array) -> jax.Array:
-            inner, there = part(block * tile.depth, tile.depth, depth)
+        def add(k: Any, total: jax.Array) -> jax.Array:
+            inner, there = part(k * blocks.block_k, blocks.block_k, depth)
             left = load(lhs_ref.at[row, inner], joint(my_rows, there))
-            if transpose_rhs:
+            if call.transpose_rhs:
                 right = load(rhs_ref.at[group, column, inner], joint(my_columns, there))
             else:
                 right = load(rhs_ref.at[group, inner, column], joint(there, my_columns))
-            total += plgpu.dot(left, right, trans_b=transpose_rhs, precision=precision)
+            total += plgpu.dot(left, right, trans_b=call.transpose_rhs, precision=call.precision)
             return total
 
         has_matrix = (region > 0) & (region <= groups)
-        blocks = jnp.where(has_matrix, jnp.int32(pl.cdiv(depth, tile.depth)), jnp.int32(0))
-        total = jnp.zeros((tile.rows, tile.columns), jnp.float32)
-        total = lax.fori_loop(jnp.int32(0), blocks, add, total)
+        steps_k = jnp.where(has_matrix, jnp.int32(pl.cdiv(depth, blocks.block_k)), jnp.int32(0))
+        total = jnp.zeros((blocks.block_m, blocks.block_n), jnp.float32)
+        total = lax.fori_loop(jnp.int32(0), steps_k, add, total)
         store(out_ref.at[row, column], total, joint(my_rows, my_columns))
 
-    call = pl.pallas_call(
+    kernel = pl.pallas_call(
         body,
-        grid=(steps.group.shape[0], pl.cdiv(columns, tile.columns)),
-        out_shape=jax.ShapeDtypeStruct((rows, columns), dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        grid=(steps.group.shape[0], pl.cdiv(columns, blocks.block_n)),
+        out_shape=jax.ShapeDtypeStruct((rows, columns), call.dtype),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=blocks.num_warps, num_stages=blocks.num_stages
+        ),
         interpret=interpret,
         name="grouped_matmul",
     )
-    out: jax.Array = call(lhs, rhs, *steps)
+    out: jax.Array = kernel(call.lhs, call.rhs, *steps)
     return out
 
 
-def transposed_rows_times_rows(
-    lhs: jax.Array,
-    dout: jax.Array,
-    spans: Spans,
-    *,
-    tile: Tile,
-    precision: lax.PrecisionLike = None,
-    out_dtype: jax.typing.DTypeLike | None = None,
-    interpret: bool = False,
+def matrix_gradients(
+    call: Arguments, dout: jax.Array, blocks: GroupedMatmulGpuBlocks, interpret: bool = False
 ) -> jax.Array:
-    """The sums of :func:`.xla.transposed_rows_times_rows`.
+    """The sums of :func:`.xla.matrix_gradients`.
 
-    A block of threads computes ``tile.depth`` by ``tile.columns`` elements of one group's sum,
-    ``tile.rows`` rows at a time; how many rows there are it reads from ``spans``.
+    A block of threads computes `block_k` by `block_n` elements of one group's sum, `block_m` rows
+    at a time; how many rows there are it reads from the group's span.
     """
-    depth, columns = lhs.shape[1], dout.shape[1]
-    groups = spans[0].shape[0]
-    dtype = lhs.dtype if out_dtype is None else jnp.dtype(out_dtype)
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plgpu
 
-    def body(lhs_ref: Any, dout_ref: Any, starts: Any, ends: Any, out_ref: Any) -> None:
+    from ..triton_blocks import joint, load, part, store
+
+    lefts, rights = call.for_drhs(dout)
+    groups, depth, columns = call.rhs.shape
+
+    def body(left_ref: Any, right_ref: Any, starts: Any, ends: Any, out_ref: Any) -> None:
         group = pl.program_id(0)
         start, end = starts[group], ends[group]
-        inner, my_depth = part(pl.program_id(1) * tile.depth, tile.depth, depth)
-        column, my_columns = part(pl.program_id(2) * tile.columns, tile.columns, columns)
+        inner, my_depth = part(pl.program_id(1) * blocks.block_k, blocks.block_k, depth)
+        column, my_columns = part(pl.program_id(2) * blocks.block_n, blocks.block_n, columns)
 
-        def add(block: Any, total: jax.Array) -> jax.Array:
-            row, mine = part(start + block * tile.rows, tile.rows, end)
-            left = load(lhs_ref.at[row, inner], joint(mine, my_depth))
-            right = load(dout_ref.at[row, column], joint(mine, my_columns))
-            total += plgpu.dot(left, right, trans_a=True, precision=precision)
+        def add(m: Any, total: jax.Array) -> jax.Array:
+            row, mine = part(start + m * blocks.block_m, blocks.block_m, end)
+            left = load(left_ref.at[row, inner], joint(mine, my_depth))
+            right = load(right_ref.at[row, column], joint(mine, my_columns))
+            total += plgpu.dot(left, right, trans_a=True, precision=call.precision)
             return total
 
-        blocks = lax.div(end - start + (tile.rows - 1), jnp.int32(tile.rows))
-        total = jnp.zeros((tile.depth, tile.columns), jnp.float32)
-        total = lax.fori_loop(jnp.int32(0), blocks, add, total)
+        steps_m = lax.div(end - start + (blocks.block_m - 1), jnp.int32(blocks.block_m))
+        total = jnp.zeros((blocks.block_k, blocks.block_n), jnp.float32)
+        total = lax.fori_loop(jnp.int32(0), steps_m, add, total)
         store(out_ref.at[group, inner, column], total, joint(my_depth, my_columns))
 
-    call = pl.pallas_call(
+    kernel = pl.pallas_call(
         body,
-        grid=(groups, pl.cdiv(depth, tile.depth), pl.cdiv(columns, tile.columns)),
-        out_shape=jax.ShapeDtypeStruct((groups, depth, columns), dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        grid=(groups, pl.cdiv(depth, blocks.block_k), pl.cdiv(columns, blocks.block_n)),
+        out_shape=jax.ShapeDtypeStruct(call.rhs.shape, call.rhs.dtype),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=blocks.num_warps, num_stages=blocks.num_stages
+        ),
         interpret=interpret,
         name="grouped_matmul_rhs_gradient",
     )
-    out: jax.Array = call(lhs, dout, *spans)
+    out: jax.Array = kernel(lefts, rights, *call.spans)
     return out
+
+
+def _heuristic(inv: Invocation[Any, Any]) -> GroupedMatmulGpuConfig:
+    """Not measured: blocks that neither spill registers nor exceed an A100's shared memory."""
+    block_m = rows_for(inv, smallest=16, largest=128)
+    block_k = 32 if inv.args[0].dtype.itemsize > 2 else 64
+    blocks = GroupedMatmulGpuBlocks(block_m, 128, block_k, num_warps=8 if block_m == 128 else 4)
+    return GroupedMatmulGpuConfig(blocks, blocks)
+
+
+def _space(inv: Invocation[Any, Any]) -> list[GroupedMatmulGpuConfig]:
+    sizes = ((16, 128), (32, 128), (64, 64), (64, 128), (128, 64))
+    choices = [(*size, 4) for size in sizes] + [(128, 128, 8), (64, 256, 8)]
+    blocks = [GroupedMatmulGpuBlocks(m, n, k, warps) for m, n, warps in choices for k in (32, 64)]
+    return one_at_a_time(_heuristic(inv), blocks)
+
+
+forward, forward_with_residuals, backward = passes_of(times_matrices, matrix_gradients, narrow=True)
+
+PALLAS_GPU: Implementation[GroupedMatmulGpuConfig, jax.Array] = Implementation(
+    name="triton",
+    devices=("gpu",),
+    config=GroupedMatmulGpuConfig,
+    heuristic=_heuristic,
+    space=_space,
+    supports=Supports(dtypes=("float32", "bfloat16", "float16"), rules=(no_float64_result,)),
+    limits=Limits(for_all_products(dict.fromkeys(BLOCKS, TRITON_SIDE) | launch(""))),
+    forward=forward,
+    forward_with_residuals=forward_with_residuals,
+    backward=backward,
+    reads_out=False,
+)

@@ -1,139 +1,147 @@
-"""Grouped matrix products for TPU: one grid over the tiles that the groups need.
+"""Grouped matrix products for TPU: one grid over the blocks that the groups need.
 
 Which group and which rows a grid step works on is computed beforehand (``groups.grid_steps``) and
-prefetched into scalar memory, where the block index maps read it. A tile of rows at the border of
+prefetched into scalar memory, where the block index maps read it. A block of rows at the border of
 two groups is visited once for each, one visit after the other, so it stays in vector memory between
 them. Rows of no group are one more group, whose visits write zeros and multiply nothing.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
-from ..tile import Tile
-from .groups import Spans, Steps, grid_steps, with_rows_of_no_group
+from ejkernel.ops import Implementation, Invocation, Limits, Supports
+
+from ..limits import LANES
+from .arguments import Arguments
+from .groups import Steps, grid_steps, with_rows_of_no_group
+from .products import (
+    BLOCKS,
+    for_all_products,
+    no_float64_result,
+    one_at_a_time,
+    passes_of,
+    rows_for,
+)
 
 
-def rows_times_matrices(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    spans: Spans,
-    *,
-    tile: Tile,
-    transpose_rhs: bool = False,
-    precision: lax.PrecisionLike = None,
-    out_dtype: jax.typing.DTypeLike | None = None,
-    interpret: bool = False,
+@dataclasses.dataclass(frozen=True)
+class GroupedMatmulTpuBlocks:
+    """Blocks of a product `(m, k) @ (k, n)`: multiples of 128, cut to axes that are smaller.
+
+    In the gradient of `rhs` the result has blocks of `k` and `n`, and `m` is summed over.
+    """
+
+    block_m: int = 512
+    block_n: int = 512
+    block_k: int = 512
+
+    def within(self, m: int, n: int, k: int) -> tuple[int, int, int]:
+        """The three, no longer than the axes are."""
+        return min(self.block_m, m), min(self.block_n, n), min(self.block_k, k)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedMatmulTpuConfig:
+    """Blocks of the result, of the gradient of `lhs`, and of the gradient of `rhs`."""
+
+    forward: GroupedMatmulTpuBlocks = GroupedMatmulTpuBlocks()
+    dlhs: GroupedMatmulTpuBlocks = GroupedMatmulTpuBlocks()
+    drhs: GroupedMatmulTpuBlocks = GroupedMatmulTpuBlocks()
+
+
+def times_matrices(
+    call: Arguments, blocks: GroupedMatmulTpuBlocks, interpret: bool = False
 ) -> jax.Array:
-    """The product of :func:`.xla.rows_times_matrices`; the tile's sizes are multiples of 128."""
-    rows, depth = lhs.shape
-    groups, columns = rhs.shape[0], rhs.shape[1 if transpose_rhs else 2]
-    dtype = lhs.dtype if out_dtype is None else jnp.dtype(out_dtype)
-    tile = tile.within(rows, columns, depth)
+    """The product of :func:`.xla.times_matrices`."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    rows, columns, depth = call.sizes
+    block_m, block_n, block_k = blocks.within(rows, columns, depth)
+    groups, depth_blocks = call.rhs.shape[0], pl.cdiv(depth, block_k)
     steps = grid_steps(
-        with_rows_of_no_group(spans, rows), rows, tile.rows, aligned=True, visit_empty=False
+        with_rows_of_no_group(call.spans, rows), rows, block_m, aligned=True, visit_empty=False
     )
-    depth_blocks = pl.cdiv(depth, tile.depth)
 
     def body(*refs: Any) -> None:
         steps, (lhs_ref, rhs_ref, out_ref, total_ref) = Steps(*refs[:4]), refs[4:]
-        step, block = pl.program_id(1), pl.program_id(2)
+        step, k = pl.program_id(1), pl.program_id(2)
         group = steps.group[step]
 
-        @pl.when(block == 0)
+        @pl.when(k == 0)
         def _() -> None:
             total_ref[...] = jnp.zeros_like(total_ref)
 
         @pl.when((group > 0) & (group <= groups) & (steps.end[step] > steps.start[step]))
         def _() -> None:
             left, right = lhs_ref[...], rhs_ref[...]
-            if depth % tile.depth:  # what a block holds beyond its array is undefined
-                there = depth - block * tile.depth
+            if depth % block_k:  # what a block holds beyond its array is undefined
+                there = depth - k * block_k
                 left = _below(there, left, axis=1)
-                right = _below(there, right, axis=1 if transpose_rhs else 0)
-            total_ref[...] += lax.dot_general(
-                left,
-                right,
-                (((1,), (1 if transpose_rhs else 0,)), ((), ())),
-                precision=precision,
-                preferred_element_type=jnp.float32,
-            )
+                right = _below(there, right, axis=1 if call.transpose_rhs else 0)
+            total_ref[...] += _product(left, right, call.contracted, call.precision)
 
-        @pl.when(block == depth_blocks - 1)
+        @pl.when(k == depth_blocks - 1)
         def _() -> None:
-            mine = _rows_of_step(steps, step, tile.rows, tile.columns)
-            is_new = (step == 0) | (steps.tile[step] != steps.tile[jnp.maximum(step - 1, 0)])
+            mine = _rows_of_step(steps, step, block_m, block_n)
+            is_new = (step == 0) | (steps.block[step] != steps.block[jnp.maximum(step - 1, 0)])
             before = jnp.where(is_new, 0.0, out_ref[...].astype(jnp.float32))
             out_ref[...] = jnp.where(mine, total_ref[...], before).astype(out_ref.dtype)
 
-    def matrix(group: jax.Array) -> jax.Array:
-        return jnp.clip(group - 1, 0, groups - 1)  # group 0 is that of the rows before the first
-
-    rhs_block: tuple[int | None, ...] = (None, tile.depth, tile.columns)
-    if transpose_rhs:
-        rhs_block = (None, tile.columns, tile.depth)
-
     def rhs_index(n: Any, s: Any, k: Any, group: Any, *_: Any) -> tuple[Any, ...]:
-        return (matrix(group[s]), n, k) if transpose_rhs else (matrix(group[s]), k, n)
+        matrix = jnp.clip(group[s] - 1, 0, groups - 1)  # group 0: the rows before the first
+        return (matrix, n, k) if call.transpose_rhs else (matrix, k, n)
 
-    grid = (pl.cdiv(columns, tile.columns), steps.group.shape[0], depth_blocks)
-    call = pl.pallas_call(
+    rhs_block = (block_n, block_k) if call.transpose_rhs else (block_k, block_n)
+    kernel = pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
-            grid=grid,
+            grid=(pl.cdiv(columns, block_n), steps.group.shape[0], depth_blocks),
             in_specs=[
-                pl.BlockSpec(
-                    (tile.rows, tile.depth), lambda n, s, k, group, tile, *_: (tile[s], k)
-                ),
-                pl.BlockSpec(rhs_block, rhs_index),
+                pl.BlockSpec((block_m, block_k), lambda n, s, k, group, block, *_: (block[s], k)),
+                pl.BlockSpec((None, *rhs_block), rhs_index),
             ],
             out_specs=pl.BlockSpec(
-                (tile.rows, tile.columns), lambda n, s, k, group, tile, *_: (tile[s], n)
+                (block_m, block_n), lambda n, s, k, group, block, *_: (block[s], n)
             ),
-            scratch_shapes=[pltpu.VMEM((tile.rows, tile.columns), jnp.float32)],
+            scratch_shapes=[pltpu.VMEM((block_m, block_n), jnp.float32)],
         ),
-        out_shape=jax.ShapeDtypeStruct((rows, columns), dtype),
+        out_shape=jax.ShapeDtypeStruct((rows, columns), call.dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary")
         ),
         interpret=interpret,
         name="grouped_matmul",
     )
-    out: jax.Array = call(*steps, lhs, rhs)
+    out: jax.Array = kernel(*steps, call.lhs, call.rhs)
     return out
 
 
-def transposed_rows_times_rows(
-    lhs: jax.Array,
-    dout: jax.Array,
-    spans: Spans,
-    *,
-    tile: Tile,
-    precision: lax.PrecisionLike = None,
-    out_dtype: jax.typing.DTypeLike | None = None,
-    interpret: bool = False,
+def matrix_gradients(
+    call: Arguments, dout: jax.Array, blocks: GroupedMatmulTpuBlocks, interpret: bool = False
 ) -> jax.Array:
-    """The sums of :func:`.xla.transposed_rows_times_rows`.
+    """The sums of :func:`.xla.matrix_gradients`.
 
-    ``tile.depth`` and ``tile.columns`` are those of the result, ``tile.rows`` what is summed at
-    once. A group's sum stays in scratch memory while the grid walks through its tiles of rows.
+    A group's sum stays in scratch memory while the grid walks through its blocks of rows.
     """
-    (rows, depth), columns = lhs.shape, dout.shape[1]
-    groups = spans[0].shape[0]
-    dtype = lhs.dtype if out_dtype is None else jnp.dtype(out_dtype)
-    tile = tile.within(rows, columns, depth)
-    steps = grid_steps(spans, rows, tile.rows, aligned=True, visit_empty=True)
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    lefts, rights = call.for_drhs(dout)
+    (rows, depth), columns = lefts.shape, rights.shape[1]
+    block_m, block_n, block_k = blocks.within(rows, columns, depth)
+    steps = grid_steps(call.spans, rows, block_m, aligned=True, visit_empty=True)
     last = steps.group.shape[0] - 1
 
     def body(*refs: Any) -> None:
-        steps, (lhs_ref, dout_ref, out_ref, total_ref) = Steps(*refs[:4]), refs[4:]
+        steps, (left_ref, right_ref, out_ref, total_ref) = Steps(*refs[:4]), refs[4:]
         step = pl.program_id(2)
         group = steps.group[step]
 
@@ -144,53 +152,49 @@ def transposed_rows_times_rows(
         @pl.when(steps.end[step] > steps.start[step])
         def _() -> None:
             # Both sides are zeroed: rows that are not this group's may hold an infinity.
-            left = _keep(_rows_of_step(steps, step, tile.rows, tile.depth), lhs_ref[...])
-            right = _keep(_rows_of_step(steps, step, tile.rows, tile.columns), dout_ref[...])
-            total_ref[...] += lax.dot_general(
-                left,
-                right,
-                (((0,), (0,)), ((), ())),
-                precision=precision,
-                preferred_element_type=jnp.float32,
-            )
+            left = _keep(_rows_of_step(steps, step, block_m, block_k), left_ref[...])
+            right = _keep(_rows_of_step(steps, step, block_m, block_n), right_ref[...])
+            total_ref[...] += _product(left, right, ((0,), (0,)), call.precision)
 
         @pl.when((step == last) | (group != steps.group[jnp.minimum(step + 1, last)]))
         def _() -> None:
             out_ref[...] = total_ref[...].astype(out_ref.dtype)
 
-    grid = (pl.cdiv(columns, tile.columns), pl.cdiv(depth, tile.depth), last + 1)
-    call = pl.pallas_call(
+    kernel = pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
-            grid=grid,
+            grid=(pl.cdiv(columns, block_n), pl.cdiv(depth, block_k), last + 1),
             in_specs=[
-                pl.BlockSpec(
-                    (tile.rows, tile.depth), lambda n, k, s, group, tile, *_: (tile[s], k)
-                ),
-                pl.BlockSpec(
-                    (tile.rows, tile.columns), lambda n, k, s, group, tile, *_: (tile[s], n)
-                ),
+                pl.BlockSpec((block_m, block_k), lambda n, k, s, group, block, *_: (block[s], k)),
+                pl.BlockSpec((block_m, block_n), lambda n, k, s, group, block, *_: (block[s], n)),
             ],
             out_specs=pl.BlockSpec(
-                (None, tile.depth, tile.columns), lambda n, k, s, group, *_: (group[s], k, n)
+                (None, block_k, block_n), lambda n, k, s, group, *_: (group[s], k, n)
             ),
-            scratch_shapes=[pltpu.VMEM((tile.depth, tile.columns), jnp.float32)],
+            scratch_shapes=[pltpu.VMEM((block_k, block_n), jnp.float32)],
         ),
-        out_shape=jax.ShapeDtypeStruct((groups, depth, columns), dtype),
+        out_shape=jax.ShapeDtypeStruct(call.rhs.shape, call.rhs.dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary")
         ),
         interpret=interpret,
         name="grouped_matmul_rhs_gradient",
     )
-    out: jax.Array = call(*steps, lhs, dout)
+    out: jax.Array = kernel(*steps, lefts, rights)
     return out
 
 
-def _rows_of_step(steps: Steps, step: Any, tile_rows: int, width: int) -> jax.Array:
-    """Which elements of a block ``(tile_rows, width)`` lie in rows that the step works on."""
-    row = lax.broadcasted_iota(jnp.int32, (tile_rows, width), 0) + steps.tile[step] * tile_rows
+def _product(left: jax.Array, right: jax.Array, contracted: Any, precision: Any) -> jax.Array:
+    axes = (contracted, ((), ()))
+    return lax.dot_general(
+        left, right, axes, precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def _rows_of_step(steps: Steps, step: Any, block_m: int, width: int) -> jax.Array:
+    """Which elements of a block `(block_m, width)` lie in rows that the step works on."""
+    row = lax.broadcasted_iota(jnp.int32, (block_m, width), 0) + steps.block[step] * block_m
     return (row >= steps.start[step]) & (row < steps.end[step])
 
 
@@ -201,3 +205,34 @@ def _below(limit: Any, x: jax.Array, axis: int) -> jax.Array:
 def _keep(mask: jax.Array, x: jax.Array) -> jax.Array:
     # Masks have the layout of 32-bit arrays; older TPUs cannot select narrower ones with them.
     return jnp.where(mask, x.astype(jnp.float32), 0.0).astype(x.dtype)
+
+
+def _heuristic(inv: Invocation[Any, Any]) -> GroupedMatmulTpuConfig:
+    """Not measured: what fits twice into 16 MiB of vector memory, and rows as groups have."""
+    wide = inv.args[0].dtype.itemsize > 2
+    block_m = rows_for(inv, smallest=128, largest=256 if wide else 512)
+    blocks = GroupedMatmulTpuBlocks(block_m, 512 if wide else 1024, 512)
+    return GroupedMatmulTpuConfig(blocks, blocks, GroupedMatmulTpuBlocks(block_m, 512, 512))
+
+
+def _space(inv: Invocation[Any, Any]) -> list[GroupedMatmulTpuConfig]:
+    sides = ((256, 256), (512, 512), (1024, 512), (512, 1024), (1024, 1024))
+    blocks = [GroupedMatmulTpuBlocks(m, n, k) for m in (128, 256, 512) for n, k in sides]
+    return one_at_a_time(_heuristic(inv), blocks)
+
+
+forward, forward_with_residuals, backward = passes_of(times_matrices, matrix_gradients, narrow=True)
+
+PALLAS_TPU: Implementation[GroupedMatmulTpuConfig, jax.Array] = Implementation(
+    name="pallas",
+    devices=("tpu",),
+    config=GroupedMatmulTpuConfig,
+    heuristic=_heuristic,
+    space=_space,
+    supports=Supports(dtypes=("float32", "bfloat16"), rules=(no_float64_result,)),
+    limits=Limits(for_all_products(dict.fromkeys(BLOCKS, LANES))),
+    forward=forward,
+    forward_with_residuals=forward_with_residuals,
+    backward=backward,
+    reads_out=False,
+)

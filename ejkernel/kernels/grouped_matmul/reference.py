@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ..dtypes import accumulation_dtype
-from .groups import row_spans
+from .groups import row_spans, rows_of_groups
 
 
 def grouped_matmul_reference(
@@ -51,12 +51,11 @@ def grouped_matmul_reference(
     dtype = lhs.dtype if preferred_element_type is None else preferred_element_type
     wide = accumulation_dtype(dtype)
     products = jnp.einsum(
-        "mk,gnk->gmn" if transpose_rhs else "mk,gkn->gmn",
+        "mk,gnk->mgn" if transpose_rhs else "mk,gkn->mgn",
         lhs.astype(wide),
         rhs.astype(wide),
         precision=jax.lax.Precision.HIGHEST,
     )
-    starts, ends = row_spans(group_sizes, lhs.shape[0], rhs.shape[0], group_offset)
-    row = jnp.arange(lhs.shape[0], dtype=starts.dtype)[None, :]
-    mine = (row >= starts[:, None]) & (row < ends[:, None])
-    return jnp.sum(jnp.where(mine[:, :, None], products, 0), axis=0).astype(dtype)
+    spans = row_spans(group_sizes, lhs.shape[0], rhs.shape[0], group_offset)
+    mine = rows_of_groups(spans, lhs.shape[0])[:, :, None]
+    return jnp.sum(jnp.where(mine, products, 0), axis=1).astype(dtype)
