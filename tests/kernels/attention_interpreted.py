@@ -14,11 +14,11 @@ import pytest
 from ejkernel.kernels.flash_attention import (
     FlashAttention,
     FlashAttentionConfig,
-    pallas_gpu,
-    pallas_tpu,
     pallas_tpu_call,
 )
 from ejkernel.kernels.flash_attention.arguments import checked_window
+from ejkernel.kernels.flash_attention.pallas_gpu import kernels as pallas_gpu
+from ejkernel.kernels.flash_attention.pallas_tpu import kernels as pallas_tpu
 from ejkernel.ops import BwdParams, FwdParams
 
 KERNEL = FlashAttention()

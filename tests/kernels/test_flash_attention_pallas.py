@@ -12,11 +12,11 @@ import pytest
 from ejkernel.kernels.flash_attention import (
     FlashAttention,
     attention_reference,
-    pallas_gpu,
-    pallas_tpu,
 )
 from ejkernel.kernels.flash_attention.options import Options
+from ejkernel.kernels.flash_attention.pallas_gpu import kernels as pallas_gpu
 from ejkernel.kernels.flash_attention.pallas_tiles import Tiles
+from ejkernel.kernels.flash_attention.pallas_tpu import kernels as pallas_tpu
 
 # What the kernels serve, by the names of keywords.
 NAMES = [

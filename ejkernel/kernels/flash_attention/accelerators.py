@@ -89,7 +89,7 @@ class Accelerators:
         return_lse: bool = False,
         **options: Any,
     ) -> tuple[Any, jax.Array]:
-        from . import pallas_tpu
+        from .pallas_tpu import kernels as pallas_tpu
 
         blocks = _blocks(cfg.fwd, TPU_BLOCKS[0][0])
         out, lse = pallas_tpu.forward(q, k, v, Options(**options), **blocks)
@@ -111,7 +111,7 @@ class Accelerators:
         if "bias" in differentiated:
             options["differentiated"] = differentiated
             return self.vjp_xla(lse, out, dout, q, k, v, cfg=cfg, **options)
-        from . import pallas_tpu
+        from .pallas_tpu import kernels as pallas_tpu
 
         blocks = _blocks(cfg.bwd, TPU_BLOCKS[0][1])
         result, dresult, dlse, rest = _separated(out, dout, **options)
@@ -140,7 +140,7 @@ class Accelerators:
         return_lse: bool = False,
         **options: Any,
     ) -> tuple[Any, jax.Array]:
-        from . import pallas_gpu
+        from .pallas_gpu import kernels as pallas_gpu
 
         launch = _launch(cfg.fwd, _gpu_blocks((q, k, v))[0][0])
         out, lse = pallas_gpu.forward(q, k, v, Options(**options), **launch)
@@ -162,7 +162,7 @@ class Accelerators:
         if "bias" in differentiated:
             options["differentiated"] = differentiated
             return self.vjp_xla(lse, out, dout, q, k, v, cfg=cfg, **options)
-        from . import pallas_gpu
+        from .pallas_gpu import kernels as pallas_gpu
 
         launch = _launch(cfg.bwd, _gpu_blocks((q, k, v))[0][1])
         result, dresult, dlse, rest = _separated(out, dout, **options)

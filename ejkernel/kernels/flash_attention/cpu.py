@@ -14,7 +14,7 @@ from ejkernel.ops import BwdParams, FwdParams, Invocation, Limits, Supports
 from ejkernel.ops.core.static_part import split
 
 from ..limits import COUNT
-from . import native
+from .native import calls as native
 
 if TYPE_CHECKING:
     from .kernel import FlashAttentionConfig

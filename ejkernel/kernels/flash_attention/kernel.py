@@ -24,13 +24,16 @@ from ejkernel.ops import (
 )
 
 from ..limits import COUNT
-from . import accelerators, ring, xla
-from .blocks import Blocks, candidate_blocks, default_blocks
+from . import accelerators
 from .cpu import CPU, CPU_LIMITS, FlashAttentionOnCPU
-from .diagonal import UNCUT
 from .inputs import make_inputs
 from .options import BY_EXAMPLE
 from .reference import attention_reference_by_rows
+from .xla.backward import backward
+from .xla.blocks import Blocks, candidate_blocks, default_blocks
+from .xla.diagonal import UNCUT
+from .xla.forward import forward
+from .xla.ring import ring_backward, ring_forward
 
 Out = jax.Array | tuple[jax.Array, jax.Array]
 
@@ -157,7 +160,7 @@ class FlashAttention(
         **options: Any,
     ) -> tuple[Out, jax.Array]:
         blocks = _blocks_of(cfg.fwd, q, k, options, backward=False)
-        run = ring.ring_forward if "sequence_axis" in options else xla.forward
+        run = ring_forward if "sequence_axis" in options else forward
         out, lse = run(q, k, v, **blocks, **options)
         return ((out, lse) if return_lse else out), lse
 
@@ -176,7 +179,7 @@ class FlashAttention(
         **options: Any,
     ) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, jax.Array]]:
         blocks = _blocks_of(cfg.bwd, q, k, options, backward=True)
-        run = ring.ring_backward if "sequence_axis" in options else xla.backward
+        run = ring_backward if "sequence_axis" in options else backward
         dlse = None
         if return_lse:
             (out, _), (dout, dlse) = out, dout

@@ -31,16 +31,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..promotion import usual_promotion
-from .options import Options
-from .pallas_tiles import (
-    HIDDEN_SCORE,
-    LOWEST_MAXIMUM,
-    finite_part,
-    keys_that_stay_apart,
-    shown,
+from ...promotion import usual_promotion
+from ..options import Options
+from ..pallas_tiles import HIDDEN_SCORE, LOWEST_MAXIMUM, finite_part, keys_that_stay_apart, shown
+from ..rows import (
+    Rows,
+    Statistics,
+    exact_rows,
+    is_large,
+    sinks_gradient,
+    softmax_statistics,
+    with_shares,
 )
-from .pallas_tpu_call import (
+from .call import (
     LANES,
     ROWS_TIMES_COLUMNS,
     ROWS_TIMES_ROWS,
@@ -51,15 +54,6 @@ from .pallas_tpu_call import (
     QueryRow,
     dot,
     row_shape,
-)
-from .rows import (
-    Rows,
-    Statistics,
-    exact_rows,
-    is_large,
-    sinks_gradient,
-    softmax_statistics,
-    with_shares,
 )
 
 

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..promotion import usual_promotion
-from .options import Window, limited
+from ...promotion import usual_promotion
+from ..options import Window, limited
 
 DTYPES = ("float32", "bfloat16", "float16")
 

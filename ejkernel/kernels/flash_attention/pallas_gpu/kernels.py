@@ -26,19 +26,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from ..promotion import usual_promotion
-from .options import Options
-from .pallas_gpu_call import (
-    Call,
-    Place,
-    key_block,
-    load,
-    padded,
-    queries_of_group,
-    query_block,
-    store,
-)
-from .pallas_tiles import (
+from ...promotion import usual_promotion
+from ..options import Options
+from ..pallas_tiles import (
     HIDDEN_SCORE,
     LOWEST_MAXIMUM,
     Index,
@@ -46,7 +36,7 @@ from .pallas_tiles import (
     keys_that_stay_apart,
     shown,
 )
-from .rows import (
+from ..rows import (
     NOTHING_SEEN,
     Rows,
     Statistics,
@@ -56,6 +46,7 @@ from .rows import (
     softmax_statistics,
     with_shares,
 )
+from .call import Call, Place, key_block, load, padded, queries_of_group, query_block, store
 
 
 @usual_promotion

@@ -30,11 +30,12 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-from ..promotion import usual_promotion
+from ...promotion import usual_promotion
+from ..options import Options
+from ..rows import Rows, sinks_gradient, softmax_statistics
+from ..scalars import Index, scalar, times
 from .large_scores import exact_statistics
-from .layout import Index, filled, from_rows, loop, pad, product, scalar, set_span, span, times
-from .options import Options
-from .rows import Rows, sinks_gradient, softmax_statistics
+from .layout import filled, from_rows, loop, pad, product, set_span, span
 from .slices import Slice
 from .sweep import SliceSweep, Sweep, Tiled, weighted
 from .tile import bias_gradient, zero_bias_gradient

@@ -30,14 +30,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..dtypes import accumulation_dtype
-from ..promotion import usual_promotion
+from ...dtypes import accumulation_dtype
+from ...promotion import usual_promotion
+from ..options import Options
+from ..rows import Statistics, exact_rows, is_large, sinks_gradient, softmax_statistics
 from .backward import Gradients, partial_gradients
 from .forward import partial_forward
 from .large_scores import statistics
 from .layout import block, filled, loop, set_block
-from .options import Options
-from .rows import Statistics, exact_rows, is_large, sinks_gradient, softmax_statistics
 
 
 @usual_promotion
