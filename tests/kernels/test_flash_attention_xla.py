@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels.flash_attention.reference import attention_reference
-from ejkernel.kernels.flash_attention.xla import backward as xla_backward
+from ejkernel.kernels.flash_attention.xla.backward import backward as xla_backward
 from ejkernel.kernels.flash_attention.xla.blocks import default_blocks
 from ejkernel.kernels.flash_attention.xla.forward import forward
 
@@ -35,7 +35,7 @@ def flash(causal: bool, scale: float, block_q: int, block_k: int) -> Attention:
         return out, (q, k, v, out, lse)
 
     def pull_back(saved: Any, dout: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return xla_backward.backward(*saved, dout, **back)[:3]
+        return xla_backward(*saved, dout, **back)[:3]
 
     attention.defvjp(save, pull_back)
     return attention

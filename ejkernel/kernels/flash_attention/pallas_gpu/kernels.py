@@ -36,6 +36,7 @@ from ..pallas_tiles import (
     keys_that_stay_apart,
     shown,
 )
+from ..passes import Gradients
 from ..rows import (
     NOTHING_SEEN,
     Rows,
@@ -164,7 +165,7 @@ def backward(
     num_warps: int = 4,
     num_stages: int = 2,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, jax.Array]]:
+) -> Gradients:
     """Gradients of `q`, `k`, `v`, and of `sinks` by name if there are any; none of a bias.
 
     Args:
@@ -190,7 +191,7 @@ def backward(
     named = {}
     if options.sinks is not None:
         named["sinks"] = sinks_gradient(options.sinks, of_queries)
-    return dq, dk, dv, named
+    return Gradients(dq, dk, dv, named)
 
 
 def _add_to_softmax(

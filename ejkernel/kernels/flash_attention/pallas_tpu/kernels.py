@@ -34,6 +34,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ...promotion import usual_promotion
 from ..options import Options
 from ..pallas_tiles import HIDDEN_SCORE, LOWEST_MAXIMUM, finite_part, keys_that_stay_apart, shown
+from ..passes import Gradients
 from ..rows import (
     Rows,
     Statistics,
@@ -124,7 +125,7 @@ def backward(
     block_q: int,
     block_k: int,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, jax.Array]]:
+) -> Gradients:
     """Gradients of `q`, `k`, `v`, and of `sinks` by name if there are any; none of a bias.
 
     Args:
@@ -150,7 +151,7 @@ def backward(
     named = {}
     if options.sinks is not None:
         named["sinks"] = sinks_gradient(options.sinks, of_queries)
-    return dq, dk, dv, named
+    return Gradients(dq, dk, dv, named)
 
 
 def _statistics(
