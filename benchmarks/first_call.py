@@ -58,9 +58,7 @@ def main() -> None:
     x = jnp.ones(8)
     with tempfile.TemporaryDirectory() as folder:
         store = PersistentCache(folder)
-        executor = Executor(
-            ConfigSelectorChain(ConfigCache(), persistent=store, autotune=False)
-        )
+        executor = Executor(ConfigSelectorChain(ConfigCache(), persistent=store, autotune=False))
         cases = {
             "kernel(x)": lambda: Scale("first")(x),
             "executor(kernel, x), an empty store": lambda: executor(Scale("second"), x),

@@ -112,12 +112,8 @@ def cases() -> dict[str, tuple[Kernel[Any, Any], list[Any], list[Any]]]:
 def compared(kernel: Any, call: Any, configs: list[Any], rounds: int) -> list[float]:
     """Seconds per call of each config, in turns, after comparing their outputs."""
     args, keywords = call
-    programs = [
-        jax.jit(lambda *args, cfg=cfg: kernel.run_xla(*args, cfg=cfg, **keywords))
-        if hasattr(kernel, "run_xla")
-        else jax.jit(lambda *args, cfg=cfg: kernel.run(*args, cfg=cfg, **keywords))
-        for cfg in configs
-    ]
+    run = kernel.implementation("xla").forward if kernel.implementations else kernel.run
+    programs = [jax.jit(lambda *args, cfg=cfg: run(*args, cfg=cfg, **keywords)) for cfg in configs]
     first, *others = [np.asarray(program(*args)) for program in programs]
     for other in others:
         np.testing.assert_allclose(other, first, rtol=1e-2, atol=1e-2)

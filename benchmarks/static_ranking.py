@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel import targets
-from ejkernel.kernels.flash_attention.kernel import FlashAttention, FlashAttentionConfig
-from ejkernel.ops import FwdParams, Kernel, Tuner
+from ejkernel.kernels.flash_attention import FlashAttention, FlashAttentionXlaConfig
+from ejkernel.ops import Kernel, Tuner
 from ejkernel.ops.config.outcome import Verdict
 from ejkernel.ops.tuner.session import function_maker, tune_invocation
 from ejkernel.ops.utils import environment
@@ -104,9 +104,9 @@ def main() -> None:
     qkv = [jax.ShapeDtypeStruct((1, n, 8, 64), f32)] * 3
     sizes = (64, 128, 256) if quick else (64, 128, 256, 512)
     blocks = [
-        FlashAttentionConfig(fwd=FwdParams(q_blocksize=q, kv_blocksize=k))
-        for q in sizes
-        for k in sizes
+        FlashAttentionXlaConfig(block_q=block_q, block_k=block_k)
+        for block_q in sizes
+        for block_k in sizes
     ]
     calls = [
         BlockedMatmul().bind(*[jax.ShapeDtypeStruct((512, 512), f32)] * 2),

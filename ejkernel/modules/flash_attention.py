@@ -6,16 +6,11 @@ from typing import Any
 
 import jax
 
-from ejkernel.kernels.arguments import (
-    checked_flag,
-    checked_number,
-    checked_soft_cap,
-    given_options,
-)
-from ejkernel.kernels.flash_attention import FlashAttention, FlashAttentionConfig, arguments
+from ejkernel.kernels.arguments import given_options
+from ejkernel.kernels.flash_attention import FlashAttention, FlashAttentionConfig
+from ejkernel.kernels.flash_attention.arguments import checked
 
 _kernel = FlashAttention()
-_NAME = "flash_attention"
 
 
 def flash_attention(
@@ -72,8 +67,10 @@ def flash_attention(
       sequence_axis: inside `jax.shard_map`, the mesh axis over which the sequence is shared out, in
         order and in equal parts: ring attention. Positions are those of the whole sequence, lengths
         too; `bias` and `mask` have the local queries and all keys.
-      implementation: `"xla"`, …: use this one or raise; default: the best that can serve the call.
-      cfg: block sizes; by default the tuned ones of the store, else a heuristic.
+      implementation: demand one (`"cpu"`, `"xla"`, `"pallas"`, `"triton"`); by default the best
+        that can serve the call.
+      cfg: a config of one implementation, which then runs; by default the tuned one of the store,
+        else a heuristic.
 
     Returns:
       `(batch, q_len, heads, value_dim)`, of `q`'s dtype; with `return_lse` also the `(batch, heads,
@@ -87,41 +84,25 @@ def flash_attention(
     >>> lse.shape
     (2, 4, 100)
     """
-    q, k, v = arguments.checked_arrays(q, k, v)
-    (batch, q_len, heads, head_dim), kv_len = q.shape, k.shape[1]
-    causal = checked_flag(_NAME, "causal", causal)
-    scale = head_dim**-0.5
-    if softmax_scale is not None:
-        advice = "for a learned scale multiply q by it"
-        scale = checked_number(_NAME, "softmax_scale", softmax_scale, advice=advice)
-    options: dict[str, Any] = {"causal": causal, "softmax_scale": scale}
-    whole = (q_len, kv_len)  # of all devices
-    if sequence_axis is not None:
-        devices = arguments.axis_size(sequence_axis)
-        whole = (q_len * devices, kv_len * devices)
-        kv_len = whole[1]
-        options["sequence_axis"] = sequence_axis
-    table_shape = (batch, heads, q_len, kv_len)
-    if bias is not None:
-        options["bias"] = arguments.checked_table("bias", bias, table_shape, boolean=False)
-    if mask is not None:
-        options["mask"] = arguments.checked_table("mask", mask, table_shape, boolean=True)
-    if segment_ids is not None or kv_segment_ids is not None:
-        options |= arguments.checked_segments(segment_ids, kv_segment_ids, batch, q_len, k.shape[1])
-    if window is not None:
-        band = arguments.checked_window(window, causal, *whole)
-        options |= {} if band is None else {"window": band}
-    if logits_soft_cap is not None:
-        options["logits_soft_cap"] = checked_soft_cap(_NAME, logits_soft_cap)
-    if sinks is not None:
-        options["sinks"] = arguments.checked_sinks(sinks, heads)
-    given = (("q_lengths", q_lengths, whole[0]), ("kv_lengths", kv_lengths, whole[1]))
-    for name, lengths, longest in given:
-        if lengths is not None:
-            options[name] = arguments.checked_lengths(name, lengths, batch, longest)
-    if dropout_key is not None or not isinstance(dropout_rate, float) or dropout_rate:
-        options |= arguments.checked_dropout(dropout_rate, dropout_key)
-    if return_lse is not False and checked_flag(_NAME, "return_lse", return_lse):
-        options["return_lse"] = True
-    options |= given_options(_NAME, implementation, cfg)
-    return _kernel(q, k, v, **options)
+    arrays, options = checked(
+        q,
+        k,
+        v,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        bias=bias,
+        mask=mask,
+        segment_ids=segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        window=window,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        q_lengths=q_lengths,
+        kv_lengths=kv_lengths,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        return_lse=return_lse,
+        sequence_axis=sequence_axis,
+    )
+    options |= given_options("flash_attention", implementation, cfg)
+    return _kernel(*arrays, **options)

@@ -42,7 +42,7 @@ _SOURCES = (".cc", ".h")
 
 FLASH_ATTENTION = Library(
     "flash_attention",
-    _PACKAGE / "kernels" / "flash_attention" / "cpp" / "flash_attention.cc",
+    _PACKAGE / "kernels" / "flash_attention" / "native" / "cpp" / "flash_attention.cc",
     ("ejkernel_flash_attention_forward", "ejkernel_flash_attention_backward"),
 )
 

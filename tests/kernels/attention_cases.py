@@ -10,15 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels.flash_attention import FlashAttentionConfig, attention_reference
+from ejkernel.kernels.flash_attention import FlashAttentionXlaConfig, attention_reference
 from ejkernel.kernels.flash_attention.arguments import checked_window
 from ejkernel.modules import flash_attention
-from ejkernel.ops import BwdParams, FwdParams
 
 QUICK: Any = {"xla_backend_optimization_level": 0}  # most of a test is compiling
-BLOCKS = FlashAttentionConfig(
-    FwdParams(q_blocksize=8, kv_blocksize=4, blocksize_heads=2),
-    BwdParams(q_blocksize=4, kv_blocksize=8, blocksize_heads=1),
+BLOCKS = FlashAttentionXlaConfig(
+    block_q=8,
+    block_k=4,
+    block_heads=2,
+    backward_block_q=4,
+    backward_block_k=8,
+    backward_block_heads=1,
 )
 KEY = jax.random.key(7)
 BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN, DIM = 2, 4, 2, 19, 23, 4
@@ -69,7 +72,7 @@ def naive(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> Any:
 def agree(
     inputs: dict[str, jax.Array],
     options: dict[str, Any],
-    cfg: FlashAttentionConfig | None = BLOCKS,
+    cfg: FlashAttentionXlaConfig | None = BLOCKS,
     tolerance: float = 3e-5,
     attention: Callable[..., Any] | None = None,
     constant: Collection[str] = (),

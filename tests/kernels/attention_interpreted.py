@@ -13,22 +13,28 @@ import pytest
 
 from ejkernel.kernels.flash_attention import (
     FlashAttention,
-    FlashAttentionConfig,
-    pallas_gpu,
-    pallas_tpu,
-    pallas_tpu_call,
+    FlashAttentionGpuConfig,
+    FlashAttentionTpuConfig,
 )
 from ejkernel.kernels.flash_attention.arguments import checked_window
-from ejkernel.ops import BwdParams, FwdParams
+from ejkernel.kernels.flash_attention.pallas_gpu import kernels as pallas_gpu
+from ejkernel.kernels.flash_attention.pallas_tpu import call as pallas_tpu_call
+from ejkernel.kernels.flash_attention.pallas_tpu import kernels as pallas_tpu
 
 KERNEL = FlashAttention()
 CONFIGS = {
-    "pallas": FlashAttentionConfig(
-        FwdParams(q_blocksize=32, kv_blocksize=16), BwdParams(q_blocksize=16, kv_blocksize=32)
+    "pallas": FlashAttentionTpuConfig(
+        block_q=32, block_k=16, backward_block_q=16, backward_block_k=32
     ),
-    "triton": FlashAttentionConfig(
-        FwdParams(q_blocksize=32, kv_blocksize=16, num_warps=4, num_stages=1),
-        BwdParams(q_blocksize=16, kv_blocksize=32, num_warps=4, num_stages=1),
+    "triton": FlashAttentionGpuConfig(
+        block_q=32,
+        block_k=16,
+        num_warps=4,
+        num_stages=1,
+        backward_block_q=16,
+        backward_block_k=32,
+        backward_num_warps=4,
+        backward_num_stages=1,
     ),
 }
 
@@ -44,8 +50,8 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
 def interpreted(implementation: str, constant: Collection[str] = ()) -> Any:
     """An implementation with its gradient; keywords that are `constant` are not differentiated."""
     cfg = CONFIGS[implementation]
-    ahead = getattr(KERNEL, f"fwd_with_residuals_{implementation}")
-    back = getattr(KERNEL, f"vjp_{implementation}")
+    chosen = KERNEL.implementation(implementation)
+    ahead, back = chosen.forward_with_residuals, chosen.backward
 
     def attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> Any:
         names = [name for name, x in options.items() if isinstance(x, jax.core.Tracer)]

@@ -15,15 +15,23 @@ from attention_cases import QUICK
 from attention_float64 import attention64
 from attention_interpreted import interpret, interpreted
 
-from ejkernel.kernels.flash_attention import FlashAttentionConfig
+from ejkernel.kernels.flash_attention import FlashAttentionCppConfig, FlashAttentionXlaConfig
 from ejkernel.modules import flash_attention
-from ejkernel.ops import BwdParams, FwdParams
 
 BATCH, Q_LEN, KV_LEN, HEADS, KV_HEADS, DIM = 2, 41, 37, 4, 2, 16
-SMALL = FlashAttentionConfig(
-    FwdParams(q_blocksize=24, kv_blocksize=16, blocksize_heads=2),
-    BwdParams(q_blocksize=12, kv_blocksize=16, blocksize_heads=1),
-)
+SMALL = {
+    "xla": FlashAttentionXlaConfig(
+        block_q=24,
+        block_k=16,
+        block_heads=2,
+        backward_block_q=12,
+        backward_block_k=16,
+        backward_block_heads=1,
+    ),
+    "cpu": FlashAttentionCppConfig(
+        block_q=24, block_k=16, backward_block_q=12, backward_block_k=16
+    ),
+}
 LOWEST = float(np.finfo(np.float32).min)
 HUGE = {"1e4": -1e4, "1e9": -1e9, "lowest": LOWEST, "inf": -np.inf}
 
@@ -39,7 +47,7 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 def attention_of(implementation: str, constant: Collection[str] = ()) -> Any:
     if implementation in ("pallas", "triton"):
         return interpreted(implementation, constant)
-    return partial(flash_attention, implementation=implementation, cfg=SMALL)
+    return partial(flash_attention, implementation=implementation, cfg=SMALL[implementation])
 
 
 def arrays(size: float = 1.0, seed: int = 0) -> dict[str, np.ndarray]:

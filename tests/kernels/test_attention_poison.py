@@ -13,16 +13,28 @@ import pytest
 from attention_cases import QUICK
 from attention_interpreted import interpret, interpreted
 
-from ejkernel.kernels.flash_attention import FlashAttentionConfig, attention_reference
+from ejkernel.kernels.flash_attention import (
+    FlashAttentionCppConfig,
+    FlashAttentionXlaConfig,
+    attention_reference,
+)
 from ejkernel.kernels.paged_attention import paged_attention_reference
 from ejkernel.modules import flash_attention, paged_attention
-from ejkernel.ops import BwdParams, FwdParams
 
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 3, 40, 4, 2, 8
-SMALL = FlashAttentionConfig(
-    FwdParams(q_blocksize=24, kv_blocksize=16, blocksize_heads=2),
-    BwdParams(q_blocksize=12, kv_blocksize=16, blocksize_heads=1),
-)
+SMALL = {
+    "xla": FlashAttentionXlaConfig(
+        block_q=24,
+        block_k=16,
+        block_heads=2,
+        backward_block_q=12,
+        backward_block_k=16,
+        backward_block_heads=1,
+    ),
+    "cpu": FlashAttentionCppConfig(
+        block_q=24, block_k=16, backward_block_q=12, backward_block_k=16
+    ),
+}
 POISON = (np.nan, np.inf, -np.inf, 1e30, 1e4)
 LENGTHS = np.asarray([27, 40, 0], np.int32)
 SEGMENTS = np.repeat(np.asarray([[0, 1, 2, 3], [5, 5, 6, 6], [9, 8, 7, 6]], np.int32), 10, axis=1)
@@ -99,7 +111,9 @@ def differentiated(implementation: str, options: dict[str, Any]) -> Callable[...
     elif implementation in ("pallas", "triton"):
         attention = interpreted(implementation)
     else:
-        attention = partial(flash_attention, implementation=implementation, cfg=SMALL)
+        attention = partial(
+            flash_attention, implementation=implementation, cfg=SMALL[implementation]
+        )
 
     @partial(jax.jit, compiler_options=QUICK)
     def pull_back(inputs: dict[str, Any], dout: Any) -> Any:

@@ -14,18 +14,26 @@ import pytest
 from attention_cases import QUICK
 from attention_float64 import attention64
 
-from ejkernel.kernels.flash_attention import FlashAttentionConfig
+from ejkernel.kernels.flash_attention import FlashAttentionCppConfig, FlashAttentionXlaConfig
 from ejkernel.kernels.flash_attention.dropout import keep_mask
 from ejkernel.kernels.integers import ids_to_int32, to_int32
 from ejkernel.kernels.paged_attention import PagedAttentionConfig
 from ejkernel.modules import flash_attention, paged_attention
-from ejkernel.ops import BwdParams, FwdParams
 
 BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 8
-SMALL = FlashAttentionConfig(
-    FwdParams(q_blocksize=16, kv_blocksize=16, blocksize_heads=2),
-    BwdParams(q_blocksize=16, kv_blocksize=16, blocksize_heads=2),
-)
+SMALL = {
+    "xla": FlashAttentionXlaConfig(
+        block_q=16,
+        block_k=16,
+        block_heads=2,
+        backward_block_q=16,
+        backward_block_k=16,
+        backward_block_heads=2,
+    ),
+    "cpu": FlashAttentionCppConfig(
+        block_q=16, block_k=16, backward_block_q=16, backward_block_k=16
+    ),
+}
 MODES: dict[str, Any] = {
     "default": contextlib.nullcontext,
     "x64": partial(jax.enable_x64, True),
@@ -43,9 +51,8 @@ def implementation(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def call(implementation: str, *, cfg: Any = SMALL) -> Any:
-    given: dict[str, Any] = {} if implementation == "reference" else {"cfg": cfg}
-    return partial(flash_attention, implementation=implementation, **given)
+def call(implementation: str) -> Any:
+    return partial(flash_attention, implementation=implementation, cfg=SMALL.get(implementation))
 
 
 def drawn(numbers: Any, q_len: int, kv_len: int, dtype: Any) -> dict[str, Any]:
@@ -170,7 +177,7 @@ def test_lengths_and_segments_of_every_integer(implementation: str, integer: str
             "segment_ids": np.asarray([[limits.max] * 40, [limits.min] * 40], integer),
             "kv_segment_ids": np.asarray([[limits.max, 1] * 150, [limits.min] * 300], integer),
         }
-        run = call(implementation, cfg=None)
+        run = partial(flash_attention, implementation=implementation)
         found = jax.jit(run)(**arrays, **{n: jnp.asarray(x) for n, x in options.items()})
         eager = run(**arrays, **options)
     wide = {n: x.astype(object) for n, x in options.items()}

@@ -47,7 +47,8 @@ def xla_of(name):
 
 def check(name, path, value, **more):
     """True if the config was taken."""
-    cfg = _replaced(xla_of(name).config(), path.split("."), value)
+    implementation = kernel_of(name).implementation(more.get("implementation", "xla"))
+    cfg = _replaced(implementation.config(), path.split("."), value)
     try:
         found = values_and_gradients(name, cfg=cfg, **more)
     except (TypeError, ValueError) as error:
@@ -97,7 +98,7 @@ import numpy as np
 from test_config_values import check, expected
 expected("flash_attention")
 taken = {{}}
-for path in ("fwd.q_blocksize", "fwd.kv_blocksize", "bwd.q_blocksize", "bwd.kv_blocksize"):
+for path in ("block_q", "block_k", "backward_block_q", "backward_block_k"):
     for value in {values!r}:
         taken[path + " " + str(value)] = check(
             "flash_attention", path, value, implementation="cpu"
@@ -141,10 +142,10 @@ def test_any_value_is_refused_by_name_or_gives_the_right_result_in_cpp():
     found = in_a_process(WALK.format(paths=paths, values=VALUES_OF_CPP))
     assert found.returncode == 0, f"{found.returncode}: {found.stderr[-2000:]}"
     taken = json.loads(found.stdout.splitlines()[-1])
-    assert taken["fwd.q_blocksize 1"]
-    assert taken["bwd.kv_blocksize 2147483647"]
-    assert not taken["fwd.q_blocksize -1"]
-    assert not taken["bwd.kv_blocksize 2147483648"]
+    assert taken["block_q 1"]
+    assert taken["backward_block_k 2147483647"]
+    assert not taken["block_q -1"]
+    assert not taken["backward_block_k 2147483648"]
 
 
 PLANTED = """
@@ -198,10 +199,19 @@ def test_a_planted_bundle_ends_no_process_and_changes_no_result(value, tmp_path)
 ENTRIES = """
 import jax, jax.numpy as jnp, numpy as np
 from ejkernel import native
-from ejkernel.kernels.flash_attention.native import backward, forward
+from ejkernel.kernels.flash_attention.native import calls
+from ejkernel.kernels.flash_attention.options import Options
 assert native.why_not(native.FLASH_ATTENTION) is None
 q, k, v = (jax.random.normal(jax.random.key(i), (1, 40, 2, 16)) for i in range(3))
 good = dict(causal=True, softmax_scale=0.25, block_q=24, block_k=32)
+
+def forward(q, k, v, *, block_q, block_k, **options):
+    return calls.forward(q, k, v, Options(**options), block_q=block_q, block_k=block_k)
+
+def backward(q, k, v, out, lse, dout, *, block_q, block_k, **options):
+    arrays = (q, k, v, out, lse, dout, None)
+    return calls.backward(*arrays, Options(**options), block_q=block_q, block_k=block_k)
+
 out, lse = forward(q, k, v, **good)
 
 def refused(call):

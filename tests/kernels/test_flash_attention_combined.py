@@ -17,6 +17,7 @@ from attention_interpreted import KERNEL, interpret, interpreted
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ejkernel.kernels.flash_attention import FlashAttentionCppConfig
 from ejkernel.modules import flash_attention
 from ejkernel.ops import Supports
 
@@ -70,7 +71,7 @@ def calls(draw: st.DrawFn, supports: Supports) -> tuple[dict[str, Any], dict[str
 
 ATTENTIONS = {
     "xla": partial(flash_attention, implementation="xla", cfg=BLOCKS),
-    "cpu": partial(flash_attention, implementation="cpu", cfg=BLOCKS),
+    "cpu": partial(flash_attention, implementation="cpu", cfg=FlashAttentionCppConfig(8, 4, 4, 8)),
     "pallas": interpreted("pallas"),
     "triton": interpreted("triton"),
 }
@@ -87,7 +88,7 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_combined_options_equal_the_definition(implementation: str, data: st.DataObject) -> None:
-    supports = KERNEL.supports.get(implementation, Supports())
+    supports = KERNEL.implementation(implementation).supports
     inputs, options, dtype = data.draw(calls(supports))
     constant = data.draw(st.sets(st.sampled_from(["bias", "sinks"])))
     # In half precision the flash gradients see `out` already rounded.

@@ -12,18 +12,16 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from ejkernel.kernels.flash_attention import FlashAttention, FlashAttentionConfig
+from ejkernel.kernels.flash_attention import FlashAttention, FlashAttentionCppConfig
 from ejkernel.modules import flash_attention
-from ejkernel.ops import BwdParams, FwdParams, Tuner, policy_override
+from ejkernel.ops import Tuner, policy_override
 from ejkernel.ops.config.outcome import Verdict
 from ejkernel.ops.tuner.session import tune_invocation
 
 pytestmark = pytest.mark.usefixtures("native_library")
 
 KERNEL = FlashAttention()
-SMALL = FlashAttentionConfig(
-    FwdParams(q_blocksize=24, kv_blocksize=32), BwdParams(q_blocksize=12, kv_blocksize=48)
-)
+SMALL = FlashAttentionCppConfig(block_q=24, block_k=32, backward_block_q=12, backward_block_k=48)
 
 
 def attention(q, k, v, causal=False, softmax_scale=None, cfg=SMALL, **options):
@@ -383,8 +381,9 @@ def test_it_serves_a_plain_call_and_leaves_what_it_cannot_do_to_xla():
 def test_it_is_tuned_like_any_other_kernel():
     arrays = inputs(batch=1, q_len=33, k_len=33, heads=2, kv_heads=2)
     inv = KERNEL.bind(*arrays, causal=True, softmax_scale=1.0)
-    assert KERNEL.heuristic_cfg_cpu(inv).fwd.q_blocksize
-    assert len(KERNEL.candidate_cfgs_cpu(inv)) == len(set(KERNEL.candidate_cfgs_cpu(inv))) > 1
+    cpp = KERNEL.implementation("cpu")
+    assert cpp.heuristic(inv).block_q
+    assert len(cpp.space(inv)) == len(set(cpp.space(inv))) > 1
     with policy_override(autotune=True):
         out = FlashAttention()(*arrays, causal=True, softmax_scale=1.0)
     wanted = quick(partial(naive, causal=True, softmax_scale=1.0))(*arrays)[0]

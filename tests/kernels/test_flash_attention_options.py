@@ -22,9 +22,9 @@ from attention_cases import (
 )
 
 from ejkernel.kernels.flash_attention.options import Options
-from ejkernel.kernels.flash_attention.tile import Tile
-from ejkernel.kernels.flash_attention.tiling import Needed, Tiling
-from ejkernel.kernels.flash_attention.xla import forward
+from ejkernel.kernels.flash_attention.xla.forward import forward
+from ejkernel.kernels.flash_attention.xla.tile import Tile
+from ejkernel.kernels.flash_attention.xla.tiling import Needed, Tiling
 from ejkernel.modules import flash_attention
 
 MASK = np.random.default_rng(5).random((BATCH, HEADS, Q_LEN, KV_LEN)) < 0.6

@@ -12,11 +12,11 @@ import pytest
 from ejkernel.kernels.flash_attention import (
     FlashAttention,
     attention_reference,
-    pallas_gpu,
-    pallas_tpu,
 )
 from ejkernel.kernels.flash_attention.options import Options
+from ejkernel.kernels.flash_attention.pallas_gpu import kernels as pallas_gpu
 from ejkernel.kernels.flash_attention.pallas_tiles import Tiles
+from ejkernel.kernels.flash_attention.pallas_tpu import kernels as pallas_tpu
 
 # What the kernels serve, by the names of keywords.
 NAMES = [
@@ -137,7 +137,7 @@ def test_exactly_the_tiles_that_somebody_sees_are_visited(left, right, lengths):
 
 def test_what_is_not_served_is_said():
     kernel = FlashAttention()
-    support = kernel.supports
+    support = {item.name: item.supports for item in kernel.implementations}
     wide = jax.ShapeDtypeStruct((1, 8, 1, 512), jnp.float32)
     inv = kernel.bind(wide, wide, wide, causal=False, softmax_scale=1.0, dropout_rate=0.1)
     assert "head_dim is 512" in " ".join(support["triton"].reasons_against(inv))
@@ -146,3 +146,24 @@ def test_what_is_not_served_is_said():
     inv = kernel.bind(half, half, half, causal=False, softmax_scale=1.0)
     assert "float16" in " ".join(support["pallas"].reasons_against(inv))
     assert not support["triton"].reasons_against(inv)
+
+
+@pytest.mark.parametrize("name", ["pallas", "triton", "cpu"])
+def test_where_xla_computes_the_gradient_of_a_bias_it_has_blocks_of_its_own(name):
+    """Blocks of another implementation's kernels are not for XLA's: on a GPU they are tiny."""
+    kernel = FlashAttention()
+    q, lse = jax.ShapeDtypeStruct((1, 300, 4, 16), jnp.float32), jnp.ones((1, 4, 300))
+    xla, other = kernel.implementation("xla"), kernel.implementation(name)
+
+    def backward_pass(implementation, **blocks):
+        def run(lse, out, dout, q, k, v, bias):
+            options = {"causal": True, "softmax_scale": 0.25, "bias": bias}
+            options |= {"cfg": implementation.config(**blocks)}
+            options |= {"differentiated": frozenset({"bias"})}
+            return implementation.backward(lse, out, dout, q, k, v, **options)
+
+        return str(jax.make_jaxpr(run)(lse, q, q, q, q, q, jnp.ones((1, 4, 300, 300))))
+
+    small = {"backward_block_q": 16, "backward_block_k": 32}
+    assert backward_pass(other, **small) == backward_pass(xla)
+    assert backward_pass(xla, **small) != backward_pass(xla)

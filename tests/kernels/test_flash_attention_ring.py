@@ -13,14 +13,11 @@ from attention_cases import KEY, QUICK, arrays, integers, naive, normal
 from attention_float64 import attention64
 from jax.sharding import PartitionSpec as P
 
-from ejkernel.kernels.flash_attention import FlashAttentionConfig
+from ejkernel.kernels.flash_attention import FlashAttentionXlaConfig
 from ejkernel.modules import flash_attention
-from ejkernel.ops import BwdParams, FwdParams
 
 DEVICES = 4
-SMALL = FlashAttentionConfig(
-    FwdParams(q_blocksize=4, kv_blocksize=3), BwdParams(q_blocksize=3, kv_blocksize=4)
-)
+SMALL = FlashAttentionXlaConfig(block_q=4, block_k=3, backward_block_q=3, backward_block_k=4)
 ROWS = P(None, "ring")
 # How the arrays among the options are shared out.
 SPECS = {

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.kernels.flash_attention import xla
-from ejkernel.kernels.flash_attention.diagonal import strips
 from ejkernel.kernels.flash_attention.options import Options
 from ejkernel.kernels.flash_attention.reference import attention_reference
-from ejkernel.kernels.flash_attention.tiling import Tiling
+from ejkernel.kernels.flash_attention.xla.diagonal import strips
+from ejkernel.kernels.flash_attention.xla.forward import forward
+from ejkernel.kernels.flash_attention.xla.tiling import Tiling
 
 
 def arrays(
@@ -33,9 +33,9 @@ def cut(q: jax.Array, k: jax.Array, block_q: int, block_k: int, **options: Any) 
 
 def assert_right(inputs: list[jax.Array], block_q: int, block_k: int, **options: Any) -> None:
     options = {"causal": True, "softmax_scale": 0.3, **options}
-    ours = jax.jit(
-        partial(xla.forward, block_q=block_q, block_k=block_k, block_heads=1, **options)
-    )(*inputs)
+    ours = jax.jit(partial(forward, block_q=block_q, block_k=block_k, block_heads=1, **options))(
+        *inputs
+    )
     plain = attention_reference(*inputs, **options, return_lse=True)
     for name, x, y in zip(("out", "lse"), ours, plain, strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5, err_msg=name)
@@ -123,7 +123,7 @@ def test_less_is_computed() -> None:
 
     def operations(causal: bool) -> float:
         run = partial(
-            xla.forward, causal=causal, softmax_scale=0.3, block_q=1024, block_k=1024, block_heads=4
+            forward, causal=causal, softmax_scale=0.3, block_q=1024, block_k=1024, block_heads=4
         )
         return jax.jit(run).lower(*inputs).compile().cost_analysis()["flops"]
 

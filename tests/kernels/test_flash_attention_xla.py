@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.kernels.flash_attention import xla
 from ejkernel.kernels.flash_attention.reference import attention_reference
+from ejkernel.kernels.flash_attention.xla.backward import backward as xla_backward
+from ejkernel.kernels.flash_attention.xla.blocks import default_blocks
+from ejkernel.kernels.flash_attention.xla.forward import forward
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -26,14 +28,14 @@ def flash(causal: bool, scale: float, block_q: int, block_k: int) -> Attention:
 
     @jax.custom_vjp
     def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return xla.forward(q, k, v, **ahead)[0]
+        return forward(q, k, v, **ahead)[0]
 
     def save(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-        out, lse = xla.forward(q, k, v, **ahead)
+        out, lse = forward(q, k, v, **ahead)
         return out, (q, k, v, out, lse)
 
     def pull_back(saved: Any, dout: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return xla.backward(*saved, dout, **back)[:3]
+        return xla_backward(*saved, dout, **back)[:3]
 
     attention.defvjp(save, pull_back)
     return attention
@@ -134,7 +136,7 @@ def test_half_precision_is_computed_in_float32(dtype: Any) -> None:
 def test_default_blocks_agree_with_jax(causal: bool) -> None:
     arrays = inputs(300, 300, head_dim=32, value_dim=32)
     shape = (2, 300, 2, 32)
-    block_q, block_k, _ = xla.default_blocks(shape, shape, causal=causal, backward=False)
+    block_q, block_k, _ = default_blocks(shape, shape, causal=causal, backward=False)
     ours = value_and_gradients(flash(causal, 32**-0.5, block_q, block_k), arrays, optimised=True)
     theirs = value_and_gradients(
         lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=causal), arrays
@@ -153,7 +155,7 @@ def test_default_blocks_fit() -> None:
     ]
     for (q_len, k_len), causal, backward, rest in itertools.product(lengths, flags, flags, more):
         q_shape, k_shape = (3, q_len, 8, 64), (3, k_len, 2, 64)
-        blocks = xla.default_blocks(q_shape, k_shape, causal=causal, backward=backward, **rest)
+        blocks = default_blocks(q_shape, k_shape, causal=causal, backward=backward, **rest)
         assert 1 <= blocks.q <= q_len
         assert 1 <= blocks.k <= k_len
         assert 1 <= blocks.heads <= 6
@@ -163,14 +165,14 @@ def test_default_blocks_fit() -> None:
 def test_a_causal_tile_is_large_only_if_it_can_be_cut(length: int) -> None:
     shape = (1, length, 8, 64)
     blocks = partial(
-        xla.default_blocks, shape, shape, causal=True, backward=False, shares_out_batches=False
+        default_blocks, shape, shape, causal=True, backward=False, shares_out_batches=False
     )
     assert blocks()[:2] == (length, length)
     assert max(blocks(cut=False)[:2]) < length
 
 
 def test_causal_tiles_are_small_where_a_batch_of_them_uses_all_cores() -> None:
-    blocks = partial(xla.default_blocks, causal=True, shares_out_batches=True)
+    blocks = partial(default_blocks, causal=True, shares_out_batches=True)
     for backward in (False, True):
         long = blocks((1, 2048, 8, 64), (1, 2048, 8, 64), backward=backward)
         assert long == (256, 256, 8)
@@ -180,7 +182,7 @@ def test_causal_tiles_are_small_where_a_batch_of_them_uses_all_cores() -> None:
 def test_log_sum_exp() -> None:
     q, k, v, _ = inputs(19, 23)
     options = {"causal": False, "softmax_scale": 0.3, "block_q": 8, "block_k": 8}
-    _, lse = jax.jit(partial(xla.forward, **options))(q, k, v)
+    _, lse = jax.jit(partial(forward, **options))(q, k, v)
     scores = 0.3 * np.einsum("bqhd,bkhd->bhqk", q, k)
     assert lse.dtype == jnp.float32
     np.testing.assert_allclose(lse, np.log(np.exp(scores).sum(-1)), rtol=1e-5, atol=1e-5)
@@ -208,7 +210,7 @@ def test_no_keys_gives_zeros() -> None:
 def test_heads_that_do_not_divide_are_refused() -> None:
     q, k, v, _ = inputs(4, 4, q_heads=3, kv_heads=2)
     with pytest.raises(ValueError, match="3 query heads"):
-        xla.forward(q, k, v, causal=False, softmax_scale=1.0, block_q=4, block_k=4)
+        forward(q, k, v, causal=False, softmax_scale=1.0, block_q=4, block_k=4)
 
 
 def test_vmap() -> None:

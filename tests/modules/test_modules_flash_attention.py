@@ -7,13 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.kernels.flash_attention import FlashAttentionConfig, attention_reference
+from ejkernel.kernels.flash_attention import FlashAttentionXlaConfig, attention_reference
 from ejkernel.modules import flash_attention
-from ejkernel.ops import BwdParams, FwdParams, find_labels_in_lowered, policy_override
+from ejkernel.ops import find_labels_in_lowered, policy_override
 
-SMALL = FlashAttentionConfig(
-    FwdParams(q_blocksize=16, kv_blocksize=32), BwdParams(q_blocksize=32, kv_blocksize=16)
-)
+SMALL = FlashAttentionXlaConfig(block_q=16, block_k=32, backward_block_q=32, backward_block_k=16)
 
 
 def inputs(batch=2, q_len=50, kv_len=50, heads=4, kv_heads=4, dim=16, dtype=jnp.float32):

@@ -3,14 +3,15 @@ compilers are installed."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from ejkernel import targets
-from ejkernel.kernels.flash_attention import FlashAttention, FlashAttentionConfig
+from ejkernel.kernels.flash_attention import FlashAttention
 from ejkernel.kernels.paged_attention import PagedAttention
-from ejkernel.ops import Kernel
 
 USABLE = {entry.target.name for entry in targets.available() if entry.usable}
 
@@ -30,28 +31,23 @@ def no_worker_is_left_behind():
     targets.stop_workers()
 
 
-class BothPasses(Kernel[FlashAttentionConfig, jax.Array]):
-    """A kernel whose run is forward and backward: only what runs is compiled for a target."""
+def both_passes(implementation):
+    """An implementation whose forward pass is forward and backward: only what runs is compiled."""
 
-    attention = FlashAttention()
+    def run(*args, learned=(), **keywords):
+        out, lse = implementation.forward_with_residuals(*args, **keywords)
+        differentiated = frozenset(learned)
+        return implementation.backward(
+            lse, out, out, *args, **keywords, differentiated=differentiated
+        )
 
-    def heuristic_cfg_pallas(self, inv):
-        return self.attention.heuristic_cfg_pallas(inv)
+    return dataclasses.replace(
+        implementation, forward=run, forward_with_residuals=None, backward=None, space=None
+    )
 
-    def heuristic_cfg_triton(self, inv):
-        return self.attention.heuristic_cfg_triton(inv)
 
-    def run_pallas(self, *args, **keywords):
-        return self._run(self.attention.fwd_with_residuals_pallas, "vjp_pallas", args, keywords)
-
-    def run_triton(self, *args, **keywords):
-        return self._run(self.attention.fwd_with_residuals_triton, "vjp_triton", args, keywords)
-
-    def _run(self, forward, vjp, args, keywords):
-        learned = frozenset(keywords.pop("learned", ()))
-        out, lse = forward(*args, **keywords)
-        gradients = getattr(self.attention, vjp)
-        return gradients(lse, out, out, *args, **keywords, differentiated=learned)
+class BothPasses(FlashAttention):
+    implementations = tuple(map(both_passes, FlashAttention.implementations))
 
 
 def array(*shape, dtype=jnp.bfloat16):

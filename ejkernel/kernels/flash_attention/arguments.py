@@ -1,4 +1,4 @@
-"""The arguments of attention, checked and brought into the form that kernels take.
+"""What a call of attention may look like: checked, and as implementations take it.
 
 Everything is checked by shape and dtype alone, so errors come while tracing, under any transform.
 """
@@ -15,9 +15,11 @@ from jax import lax
 
 from ..arguments import (
     checked_array,
+    checked_flag,
     checked_floating,
     checked_integers,
     checked_number,
+    checked_soft_cap,
     refuse_empty,
     shown,
 )
@@ -27,7 +29,68 @@ from .options import Window
 _NAME = "flash_attention"
 
 
-def checked_arrays(q: Any, k: Any, v: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+def checked(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: Any,
+    softmax_scale: Any,
+    bias: Any,
+    mask: Any,
+    segment_ids: Any,
+    kv_segment_ids: Any,
+    window: Any,
+    logits_soft_cap: Any,
+    sinks: Any,
+    q_lengths: Any,
+    kv_lengths: Any,
+    dropout_rate: Any,
+    dropout_key: Any,
+    return_lse: Any,
+    sequence_axis: Any,
+) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
+    """The arguments and keywords of the kernel from those of a user; errors name what is wrong."""
+    q, k, v = _checked_arrays(q, k, v)
+    (batch, q_len, heads, head_dim), kv_len = q.shape, k.shape[1]
+    causal = checked_flag(_NAME, "causal", causal)
+    scale = head_dim**-0.5
+    if softmax_scale is not None:
+        advice = "for a learned scale multiply q by it"
+        scale = checked_number(_NAME, "softmax_scale", softmax_scale, advice=advice)
+    options: dict[str, Any] = {"causal": causal, "softmax_scale": scale}
+    whole = (q_len, kv_len)  # of all devices
+    if sequence_axis is not None:
+        devices = _axis_size(sequence_axis)
+        whole = (q_len * devices, kv_len * devices)
+        kv_len = whole[1]
+        options["sequence_axis"] = sequence_axis
+    table_shape = (batch, heads, q_len, kv_len)
+    if bias is not None:
+        options["bias"] = _checked_table("bias", bias, table_shape, boolean=False)
+    if mask is not None:
+        options["mask"] = _checked_table("mask", mask, table_shape, boolean=True)
+    if segment_ids is not None or kv_segment_ids is not None:
+        options |= _checked_segments(segment_ids, kv_segment_ids, batch, q_len, k.shape[1])
+    if window is not None:
+        band = checked_window(window, causal, *whole)
+        options |= {} if band is None else {"window": band}
+    if logits_soft_cap is not None:
+        options["logits_soft_cap"] = checked_soft_cap(_NAME, logits_soft_cap)
+    if sinks is not None:
+        options["sinks"] = _checked_sinks(sinks, heads)
+    given = (("q_lengths", q_lengths, whole[0]), ("kv_lengths", kv_lengths, whole[1]))
+    for name, lengths, longest in given:
+        if lengths is not None:
+            options[name] = _checked_lengths(name, lengths, batch, longest)
+    if dropout_key is not None or not isinstance(dropout_rate, float) or dropout_rate:
+        options |= _checked_dropout(dropout_rate, dropout_key)
+    if return_lse is not False and checked_flag(_NAME, "return_lse", return_lse):
+        options["return_lse"] = True
+    return (q, k, v), options
+
+
+def _checked_arrays(q: Any, k: Any, v: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`q`, `k` and `v`, which fit together."""
     q, k, v = (checked_floating(_NAME, n, x) for n, x in (("q", q), ("k", k), ("v", v)))
     for name, array in (("q", q), ("k", k), ("v", v)):
@@ -114,7 +177,7 @@ def _side(window: Any, side: Any, allowed: str) -> int | None:
     return size
 
 
-def checked_table(name: str, table: Any, shape: tuple[int, int, int, int], boolean: bool) -> Any:
+def _checked_table(name: str, table: Any, shape: tuple[int, int, int, int], boolean: bool) -> Any:
     """`bias` or `mask` with four axes, of which some may be 1."""
     table = checked_array(_NAME, name, table)
     given, dtype = table.shape, table.dtype
@@ -141,12 +204,12 @@ def checked_table(name: str, table: Any, shape: tuple[int, int, int, int], boole
     return table
 
 
-def checked_lengths(name: str, lengths: Any, batch: int, longest: int) -> Any:
+def _checked_lengths(name: str, lengths: Any, batch: int, longest: int) -> Any:
     """How many queries or keys of each sequence exist, as int32."""
-    return to_int32(checked_integers_of(name, lengths, (batch,), "(batch,)"), 0, longest)
+    return to_int32(_checked_integers_of(name, lengths, (batch,), "(batch,)"), 0, longest)
 
 
-def checked_integers_of(name: str, array: Any, shape: tuple[int, ...], meaning: str) -> jax.Array:
+def _checked_integers_of(name: str, array: Any, shape: tuple[int, ...], meaning: str) -> jax.Array:
     """`segment_ids` or lengths: integers of the shape they must have."""
     integers = checked_integers(_NAME, name, array)
     if integers.shape != shape:
@@ -157,7 +220,7 @@ def checked_integers_of(name: str, array: Any, shape: tuple[int, ...], meaning: 
     return integers
 
 
-def checked_segments(
+def _checked_segments(
     segment_ids: Any, kv_segment_ids: Any, batch: int, q_len: int, kv_len: int
 ) -> dict[str, Any]:
     """The segments of queries and keys as keywords of the kernel."""
@@ -167,7 +230,7 @@ def checked_segments(
             f"flash_attention: kv_segment_ids has shape {given.shape}, but there are no "
             "segment_ids; give those of the queries too"
         )
-    segment_ids = checked_integers_of("segment_ids", segment_ids, (batch, q_len), "(batch, q_len)")
+    segment_ids = _checked_integers_of("segment_ids", segment_ids, (batch, q_len), "(batch, q_len)")
     if kv_segment_ids is None:
         if q_len != kv_len:
             raise ValueError(
@@ -175,14 +238,14 @@ def checked_segments(
                 f"{kv_len} keys; where the lengths differ, give kv_segment_ids, {(batch, kv_len)}"
             )
         return {"segment_ids": ids_to_int32(segment_ids)[0]}
-    kv_segment_ids = checked_integers_of(
+    kv_segment_ids = _checked_integers_of(
         "kv_segment_ids", kv_segment_ids, (batch, kv_len), "(batch, kv_len)"
     )
     segment_ids, kv_segment_ids = ids_to_int32(segment_ids, kv_segment_ids)
     return {"segment_ids": segment_ids, "kv_segment_ids": kv_segment_ids}
 
 
-def checked_sinks(sinks: Any, heads: int) -> jax.Array:
+def _checked_sinks(sinks: Any, heads: int) -> jax.Array:
     """One floating number per query head."""
     array = checked_floating(_NAME, "sinks", sinks)
     if array.shape != (heads,):
@@ -193,7 +256,7 @@ def checked_sinks(sinks: Any, heads: int) -> jax.Array:
     return array
 
 
-def checked_dropout(rate: Any, key: Any) -> dict[str, Any]:
+def _checked_dropout(rate: Any, key: Any) -> dict[str, Any]:
     """Rate and key of dropout as keywords of the kernel: none if nothing is dropped."""
     advice = "for no dropout in some calls pass 0.0"
     number = checked_number(_NAME, "dropout_rate", rate, least=0, below=1, advice=advice)
@@ -216,7 +279,7 @@ def checked_dropout(rate: Any, key: Any) -> dict[str, Any]:
     return {"dropout_rate": number, "dropout_key": key}
 
 
-def axis_size(name: Any) -> int:
+def _axis_size(name: Any) -> int:
     """The number of devices along the mesh axis that shares out the sequence."""
     if not isinstance(name, str):
         raise TypeError(

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from .layout import Index
+from .scalars import Index
 
 # Given one of these, what may be skipped differs between the examples of a batch.
 BY_EXAMPLE = ("segment_ids", "q_lengths", "kv_lengths")

@@ -12,8 +12,8 @@ from ejkernel.ops.utils.serialize import is_symbolic
 from ..dtypes import accumulation_dtype
 from ..promotion import usual_promotion
 from .dropout import keep_mask
-from .layout import ceil_div, pad
 from .options import Options, Window
+from .scalars import ceil_div
 
 
 @usual_promotion
@@ -178,7 +178,11 @@ def attention_reference_by_rows(
             per_row[name] = (array, axis)
     if "segment_ids" in options:
         options.setdefault("kv_segment_ids", options["segment_ids"])
-    padded = {name: (pad(x, chunks * rows, axis), axis) for name, (x, axis) in per_row.items()}
+    missing = chunks * rows - q_len
+    padded = {
+        name: (jnp.pad(x, [(0, missing * (a == axis)) for a in range(x.ndim)]), axis)
+        for name, (x, axis) in per_row.items()
+    }
 
     @jax.checkpoint
     def attend(index: jax.Array) -> Any:

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from .finite import may_hide, zero_if_not_finite
-from .layout import scalar
 from .options import Options
+from .scalars import scalar
 
 NOTHING_SEEN = 1e30
 """As shift of a query that sees nothing: whatever its scores, their exponentials are zero."""

@@ -25,39 +25,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..dtypes import accumulation_dtype
-from ..promotion import usual_promotion
+from ...dtypes import accumulation_dtype
+from ...promotion import usual_promotion
+from ..finite import keys_that_stay_apart, may_hide
+from ..options import Options
+from ..scalars import Index, scalar, times
 from .diagonal import Strip, strips
-from .finite import keys_that_stay_apart, may_hide
-from .layout import (
-    Index,
-    counting,
-    filled,
-    from_rows,
-    loop,
-    pad,
-    product,
-    scalar,
-    span,
-    times,
-    to_rows,
-)
-from .options import Options
+from .layout import counting, filled, from_rows, loop, pad, product, span, to_rows
 from .slices import Slice, Slices
 from .tile import Tile, padded
 from .tiling import Needed, Tiling
 
 
-@usual_promotion
 def forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    block_q: int,
-    block_k: int,
-    block_heads: int | None = None,
-    **keywords: Any,
+    q: jax.Array, k: jax.Array, v: jax.Array, **keywords: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Attention, and the logarithm of its softmax denominators.
 
@@ -74,8 +55,27 @@ def forward(
       `out`, `(batch, q_len, q_heads, value_dim)`, and `lse`, `(batch, q_heads, q_len)`, in
       float32 (float64 for float64), -inf for a query that sees no key.
     """
-    blocks: dict[str, Any] = {"block_q": block_q, "block_k": block_k, "block_heads": block_heads}
-    out, (lse,) = _forward(q, k, v, Options(**keywords), **blocks, out_dtype=q.dtype, apart=False)
+    # Where a gradient is asked for, JAX traces first what a function computes and then what it
+    # computes for the gradient. Here they are the same, so the second time costs nothing.
+    arrays = {name: x for name, x in keywords.items() if isinstance(x, jax.Array)}
+    rest = tuple((name, x) for name, x in keywords.items() if name not in arrays)
+    out, lse = _traced_once(q, k, v, arrays, rest)
+    return out, lse
+
+
+@partial(jax.jit, static_argnums=4, inline=True)
+@usual_promotion
+def _traced_once(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    arrays: dict[str, Any],
+    rest: tuple[tuple[str, Any], ...],
+) -> tuple[jax.Array, jax.Array]:
+    keywords = dict(rest)
+    blocks = {name: keywords.pop(name, None) for name in ("block_q", "block_k", "block_heads")}
+    options = Options(**arrays, **keywords)
+    out, (lse,) = _forward(q, k, v, options, **blocks, out_dtype=q.dtype, apart=False)
     return out, lse
 
 

@@ -31,16 +31,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..promotion import usual_promotion
-from .options import Options
-from .pallas_tiles import (
-    HIDDEN_SCORE,
-    LOWEST_MAXIMUM,
-    finite_part,
-    keys_that_stay_apart,
-    shown,
+from ...promotion import usual_promotion
+from ..options import Options
+from ..pallas_tiles import HIDDEN_SCORE, LOWEST_MAXIMUM, finite_part, keys_that_stay_apart, shown
+from ..passes import Gradients
+from ..rows import (
+    Rows,
+    Statistics,
+    exact_rows,
+    is_large,
+    sinks_gradient,
+    softmax_statistics,
+    with_shares,
 )
-from .pallas_tpu_call import (
+from .call import (
     LANES,
     ROWS_TIMES_COLUMNS,
     ROWS_TIMES_ROWS,
@@ -51,15 +55,6 @@ from .pallas_tpu_call import (
     QueryRow,
     dot,
     row_shape,
-)
-from .rows import (
-    Rows,
-    Statistics,
-    exact_rows,
-    is_large,
-    sinks_gradient,
-    softmax_statistics,
-    with_shares,
 )
 
 
@@ -130,7 +125,7 @@ def backward(
     block_q: int,
     block_k: int,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, jax.Array]]:
+) -> Gradients:
     """Gradients of `q`, `k`, `v`, and of `sinks` by name if there are any; none of a bias.
 
     Args:
@@ -156,7 +151,7 @@ def backward(
     named = {}
     if options.sinks is not None:
         named["sinks"] = sinks_gradient(options.sinks, of_queries)
-    return dq, dk, dv, named
+    return Gradients(dq, dk, dv, named)
 
 
 def _statistics(

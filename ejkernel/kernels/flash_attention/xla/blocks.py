@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from jaxlib.version import __version__ as _JAXLIB
 
-from .layout import ceil_div
-from .options import Window
+from ..options import Window
+from ..scalars import ceil_div
 
 # Until jaxlib 0.10, XLA on CPU divides a batch of matrix products among its threads only inside one
 # product, and only if that product's result has at least so many elements: smaller tiles leave

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 
-from .options import Options
+from ..options import Options
 from .tiling import Tiling
 
 # A tile that is all there is has four strips: more are hardly faster, and take longer to trace and

@@ -8,15 +8,15 @@ times as long.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax import lax
 
-from ..slicing import put_in_dim, take_in_dim
+from ...slicing import put_in_dim, take_in_dim
+from ..scalars import Index, int32, times
 
-Index: TypeAlias = int | jax.Array
 State = TypeVar("State")
 
 
@@ -111,11 +111,6 @@ def filled(like: jax.Array, features: int, value: float, dtype: Any) -> jax.Arra
     )
 
 
-def scalar(value: float, like: jax.Array) -> Any:
-    """The number as an operand of `lax`, beside an array of float32 or float64."""
-    return like.dtype.type(value)
-
-
 def product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
     """The matrix products of two `(batch, heads, ., .)` arrays, summed over one axis of each."""
     dimensions = (((a_axis,), (b_axis,)), ((0, 1), (0, 1)))
@@ -143,66 +138,6 @@ def loop(begin: Index, end: Index, body: Callable[[Index, State], State], state:
     return lax.while_loop(lambda carry: lax.lt(carry[0], carry[1]), step, start)[2]
 
 
-# --- whole numbers that may be known or traced ---------------------------------------------------
-
-
-def times(index: Index, size: int) -> Index:
-    """Their product."""
-    if isinstance(index, int):
-        return index * size
-    return index if size == 1 else lax.mul(index, np.int32(size))
-
-
-def plus(index: Index, other: Index) -> Index:
-    """Their sum."""
-    if isinstance(index, int) and isinstance(other, int):
-        return index + other
-    if isinstance(other, int) and other == 0:
-        return index
-    return lax.add(int32(index), int32(other))
-
-
-def minus(index: Index) -> Index:
-    """The number with the other sign."""
-    return -index if isinstance(index, int) else lax.neg(index)
-
-
-def clamp(low: int, index: Index, high: int) -> Index:
-    """The number, or the bound it is beyond."""
-    if isinstance(index, int):
-        return min(max(low, index), high)
-    return lax.clamp(np.int32(low), index, np.int32(high))
-
-
-def quotient(index: Index, size: int) -> Index:
-    """How many whole blocks fit into `index >= 0`."""
-    return index // size if isinstance(index, int) else lax.div(index, np.int32(size))
-
-
-def smaller(index: Index, other: Index) -> Index:
-    """The smaller of two."""
-    if isinstance(index, int) and isinstance(other, int):
-        return min(index, other)
-    return lax.min(int32(index), int32(other))
-
-
-def larger(index: Index, other: Index) -> Index:
-    """The larger of two."""
-    if isinstance(index, int) and isinstance(other, int):
-        return max(index, other)
-    return lax.max(int32(index), int32(other))
-
-
-def int32(index: Index) -> Any:
-    """The number as an operand of `lax`."""
-    return np.int32(index) if isinstance(index, int) else index
-
-
 def counting(size: int) -> jax.Array:
     """`0 … size - 1` as int32, whatever JAX's default is."""
     return lax.iota(np.int32, size)
-
-
-def ceil_div(a: int, b: int) -> int:
-    """How many blocks of `b` cover `a`."""
-    return -(-a // b)

@@ -25,28 +25,21 @@ multiple, so no tile has more to do.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import lax
 
-from ..promotion import usual_promotion
+from ...promotion import usual_promotion
+from ..options import Options
+from ..passes import Gradients
+from ..rows import Rows, sinks_gradient, softmax_statistics
+from ..scalars import Index, scalar, times
 from .large_scores import exact_statistics
-from .layout import Index, filled, from_rows, loop, pad, product, scalar, set_span, span, times
-from .options import Options
-from .rows import Rows, sinks_gradient, softmax_statistics
+from .layout import filled, from_rows, loop, pad, product, set_span, span
 from .slices import Slice
 from .sweep import SliceSweep, Sweep, Tiled, weighted
 from .tile import bias_gradient, zero_bias_gradient
-
-
-class Gradients(NamedTuple):
-    """Gradients of the arrays of a call; those of keywords by name."""
-
-    dq: jax.Array
-    dk: jax.Array
-    dv: jax.Array
-    by_keyword: dict[str, jax.Array]
 
 
 @usual_promotion

@@ -26,19 +26,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from ..promotion import usual_promotion
-from .options import Options
-from .pallas_gpu_call import (
-    Call,
-    Place,
-    key_block,
-    load,
-    padded,
-    queries_of_group,
-    query_block,
-    store,
-)
-from .pallas_tiles import (
+from ...promotion import usual_promotion
+from ..options import Options
+from ..pallas_tiles import (
     HIDDEN_SCORE,
     LOWEST_MAXIMUM,
     Index,
@@ -46,7 +36,8 @@ from .pallas_tiles import (
     keys_that_stay_apart,
     shown,
 )
-from .rows import (
+from ..passes import Gradients
+from ..rows import (
     NOTHING_SEEN,
     Rows,
     Statistics,
@@ -56,6 +47,7 @@ from .rows import (
     softmax_statistics,
     with_shares,
 )
+from .call import Call, Place, key_block, load, padded, queries_of_group, query_block, store
 
 
 @usual_promotion
@@ -173,7 +165,7 @@ def backward(
     num_warps: int = 4,
     num_stages: int = 2,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, jax.Array]]:
+) -> Gradients:
     """Gradients of `q`, `k`, `v`, and of `sinks` by name if there are any; none of a bias.
 
     Args:
@@ -199,7 +191,7 @@ def backward(
     named = {}
     if options.sinks is not None:
         named["sinks"] = sinks_gradient(options.sinks, of_queries)
-    return dq, dk, dv, named
+    return Gradients(dq, dk, dv, named)
 
 
 def _add_to_softmax(

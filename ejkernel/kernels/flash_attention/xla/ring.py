@@ -30,14 +30,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..dtypes import accumulation_dtype
-from ..promotion import usual_promotion
-from .backward import Gradients, partial_gradients
+from ...dtypes import accumulation_dtype
+from ...promotion import usual_promotion
+from ..options import Options
+from ..passes import Gradients
+from ..rows import Statistics, exact_rows, is_large, sinks_gradient, softmax_statistics
+from .backward import partial_gradients
 from .forward import partial_forward
 from .large_scores import statistics
 from .layout import block, filled, loop, set_block
-from .options import Options
-from .rows import Statistics, exact_rows, is_large, sinks_gradient, softmax_statistics
 
 
 @usual_promotion

@@ -14,9 +14,10 @@ import jax
 import numpy as np
 from jax import lax
 
-from ..slicing import put
-from .layout import Index, block, loop, times
-from .options import Options
+from ...slicing import put
+from ..options import Options
+from ..scalars import Index, times
+from .layout import block, loop
 
 State = TypeVar("State")
 

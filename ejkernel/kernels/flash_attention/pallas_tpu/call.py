@@ -13,17 +13,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .options import Options
-from .pallas_tiles import (
-    Index,
-    Tiles,
-    both,
-    ceil_div,
-    divide,
-    least,
-    most,
-)
-from .rows import NOTHING_SEEN
+from ..options import Options
+from ..pallas_tiles import Index, Tiles, both, ceil_div, divide, least, most
+from ..rows import NOTHING_SEEN
 
 LANES = 128
 ROWS_TIMES_COLUMNS = (((1,), (0,)), ((), ()))

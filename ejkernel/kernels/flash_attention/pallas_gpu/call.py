@@ -12,16 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from .options import Options
-from .pallas_tiles import (
-    Index,
-    Tiles,
-    as_int32,
-    both,
-    divide,
-    least,
-    most,
-)
+from ..options import Options
+from ..pallas_tiles import Index, Tiles, as_int32, both, divide, least, most
 
 SMALLEST_BLOCK = 16  # of Triton's matrix products
 

@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .finite import may_hide, zero_if_not_finite
-from .layout import Index, as_row, loop, pad, product, scalar, span, times, to_rows
-from .options import Options
-from .rows import NOTHING_SEEN, Rows
+from ..finite import may_hide, zero_if_not_finite
+from ..options import Options
+from ..rows import NOTHING_SEEN, Rows
+from ..scalars import Index, scalar, times
+from .layout import as_row, loop, pad, product, span, to_rows
 from .slices import Slice, Slices
 from .tile import Tile, padded
 from .tiling import Needed, Tiling

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..slicing import put
-from .dropout import keep_mask
-from .layout import Index, block, counting, int32, minus, pad, plus, scalar, times
-from .options import Options
+from ...slicing import put
+from ..dropout import keep_mask
+from ..options import Options
+from ..scalars import Index, int32, minus, plus, scalar, times
+from .layout import block, counting, pad
 from .tiling import Tiling
 
 _KEYS_IN_FRONT = (0, 1, 4, 2, 3)

@@ -24,20 +24,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .layout import (
-    Index,
-    as_row,
-    from_row,
-    loop,
-    pad,
-    product,
-    scalar,
-    span,
-    times,
-    to_rows,
-)
-from .options import Options
-from .rows import Rows, Statistics, exact_rows, is_large
+from ..options import Options
+from ..rows import Rows, Statistics, exact_rows, is_large
+from ..scalars import Index, scalar, times
+from .layout import as_row, from_row, loop, pad, product, span, to_rows
 from .slices import Slice, Slices
 from .sweep import weighted
 from .tile import Tile, padded

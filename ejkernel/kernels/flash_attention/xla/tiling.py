@@ -8,20 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .layout import (
-    Index,
-    ceil_div,
-    clamp,
-    counting,
-    larger,
-    minus,
-    pad,
-    plus,
-    quotient,
-    smaller,
-    times,
-)
-from .options import Options
+from ..options import Options
+from ..scalars import Index, ceil_div, clamp, larger, minus, plus, quotient, smaller, times
+from .layout import counting, pad
 
 
 @dataclasses.dataclass(frozen=True)

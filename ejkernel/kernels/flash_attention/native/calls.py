@@ -1,0 +1,160 @@
+"""The calls of the C++ library, with arrays in the forms that it expects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...promotion import usual_promotion
+from ..options import Options
+from ..passes import Gradients
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@usual_promotion
+def forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    options: Options,
+    *,
+    block_q: int,
+    block_k: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention, and the logarithm of its softmax denominators.
+
+    Args:
+      q: queries, `(batch, q_len, q_heads, head_dim)`, of a dtype in `DTYPES`.
+      k: keys, `(batch, k_len, kv_heads, head_dim)`; `kv_heads` divides `q_heads`.
+      v: values, `(batch, k_len, kv_heads, value_dim)`.
+      options: the keywords of the call, without dropout.
+      block_q: rows (queries times the query heads of a key head) that are worked on together.
+      block_k: most keys in a tile; rounded to what the machine's registers hold.
+
+    Returns:
+      `out`, `(batch, q_len, q_heads, value_dim)` in the dtype of `q`, and `lse`, float32,
+      `(batch, q_heads, q_len)`, minus infinity where nothing is seen.
+    """
+    dtype = q.dtype
+    q, k, v = _of_one_dtype(q, k, v)
+    batch, q_len, heads, _ = q.shape
+    out, lse = _call(
+        "ejkernel_flash_attention_forward",
+        (((batch, q_len, heads, v.shape[-1]), q.dtype), ((batch, heads, q_len), jnp.float32)),
+        (q, k, v, *_of_scores(options)),
+        _attributes(options, block_q, block_k),
+    )
+    return out.astype(dtype), lse
+
+
+@usual_promotion
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    options: Options,
+    *,
+    block_q: int,
+    block_k: int,
+) -> Gradients:
+    """Gradients of `q`, `k`, `v`, and of `sinks` by name if there are any; none of a bias.
+
+    Args:
+      q: as in `forward`, and so are `k`, `v`, `options` and the blocks, which may differ from
+        those used there.
+      out: first result of `forward`.
+      lse: second result of `forward`.
+      dout: gradient of the loss with respect to `out`.
+      dlse: the same with respect to `lse`, or None.
+    """
+    q, k, v = _of_one_dtype(q, k, v)
+    operands = (
+        *(q, k, v),
+        *_of_scores(options),
+        out.astype(q.dtype),
+        dout.astype(q.dtype),
+        lse,
+        _optional(dlse, jnp.float32),
+    )
+    by_row = (0,) if options.sinks is None else lse.shape
+    dq, dk, dv, dsinks = _call(
+        "ejkernel_flash_attention_backward",
+        (*((x.shape, x.dtype) for x in (q, k, v)), (by_row, jnp.float32)),
+        operands,
+        _attributes(options, block_q, block_k),
+    )
+    named = {} if options.sinks is None else {"sinks": jnp.sum(dsinks, axis=(0, 2))}
+    return Gradients(dq, dk, dv, named)
+
+
+def _call(
+    name: str,
+    results: tuple[tuple[tuple[int, ...], Any], ...],
+    operands: tuple[jax.Array, ...],
+    attributes: dict[str, Any],
+) -> Any:
+    types = [jax.typeof(operand) for operand in operands]
+    varying = frozenset[str]().union(*(x.manual_axis_type.varying for x in types))
+    more: dict[str, Any] = {}
+    if varying:
+        # Inside `shard_map`: what is the same on all devices is brought to the type of the rest.
+        operands = tuple(
+            jax.lax.pcast(x, tuple(varying - t.manual_axis_type.varying), to="varying")
+            if varying != t.manual_axis_type.varying
+            else x
+            for x, t in zip(operands, types, strict=True)
+        )
+        like = jax.typeof(operands[0])
+        everywhere = jax.sharding.NamedSharding(like.sharding.mesh, jax.sharding.PartitionSpec())
+        more = {"sharding": everywhere, "manual_axis_type": like.manual_axis_type}
+    shapes = tuple(jax.ShapeDtypeStruct(shape, dtype, **more) for shape, dtype in results)
+    # The handlers take any number of leading axes as the batch.
+    return jax.ffi.ffi_call(name, shapes, vmap_method="broadcast_all")(*operands, **attributes)
+
+
+def _of_one_dtype(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+    if q.dtype == k.dtype == v.dtype and q.dtype.name in DTYPES:
+        return q, k, v
+    return tuple(x.astype(jnp.float32) for x in (q, k, v))
+
+
+def _of_scores(options: Options) -> tuple[jax.Array, ...]:
+    """What says which scores count, and what is added to them."""
+    integers = (
+        options.q_lengths,
+        options.kv_lengths,
+        options.segment_ids,
+        options.kv_segment_ids,
+    )
+    return (
+        *(_optional(array, jnp.int32) for array in integers),
+        _optional(options.mask, jnp.bool_),
+        _optional(options.bias, jnp.float32),
+        _optional(options.sinks, jnp.float32),
+    )
+
+
+def _optional(array: jax.Array | None, dtype: Any) -> jax.Array:
+    """An array that is not given goes as one without elements."""
+    return jnp.zeros((0,), dtype) if array is None else array.astype(dtype)
+
+
+def _attributes(options: Options, block_q: int, block_k: int) -> dict[str, Any]:
+    left, right = options.window or (None, None)
+    return {
+        "causal": np.int64(options.causal),
+        "scale": np.float32(options.softmax_scale),
+        "left": np.int64(-1 if left is None else left),
+        "right": np.int64(-1 if right is None else right),
+        "soft_cap": np.float32(options.logits_soft_cap or 0.0),
+        "block_q": np.int64(block_q),
+        "block_k": np.int64(block_k),
+    }
