@@ -30,7 +30,7 @@ _EXTRAS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class HealthCheck:
     """One thing that was looked at.
 
     Attributes:
@@ -82,30 +82,32 @@ def doctor(state: State, source: str | None) -> int:
     return Exit.NOT_WELL if errors else Exit.OK
 
 
-def _versions() -> Iterator[Finding]:
+def _versions() -> Iterator[HealthCheck]:
     import importlib.metadata
 
-    yield Finding("versions", "ejkernel", "ok", __version__)
+    yield HealthCheck("versions", "ejkernel", "ok", __version__)
     python = f"{platform.python_version()} on {platform.platform(terse=True)}"
-    yield Finding("versions", "python", "ok", python)
+    yield HealthCheck("versions", "python", "ok", python)
     for package in ("jax", "jaxlib"):
         try:
             found = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            yield Finding("versions", package, "error", "not installed", "pip install 'jax>=0.10'")
+            yield HealthCheck(
+                "versions", package, "error", "not installed", "pip install 'jax>=0.10'"
+            )
             continue
         old = tuple(int(n) for n in found.split(".")[:2] if n.isdecimal()) < (0, 10)
         advice = "ejkernel needs 0.10 or newer: pip install -U jax" if old else ""
-        yield Finding("versions", package, "error" if old else "ok", found, advice)
+        yield HealthCheck("versions", package, "error" if old else "ok", found, advice)
 
 
-def _device() -> Iterator[Finding]:
+def _device() -> Iterator[HealthCheck]:
     try:
         import jax
 
         devices = jax.devices()
     except Exception as error:  # noqa: BLE001  a plugin may fail in any way: that is the finding
-        yield Finding(
+        yield HealthCheck(
             "device",
             "jax",
             "error",
@@ -117,10 +119,12 @@ def _device() -> Iterator[Finding]:
 
     first = devices[0]
     count = f"{len(devices)} × " if len(devices) > 1 else ""
-    yield Finding("device", device_kind(), "ok", f"{count}{first.device_kind} ({first.platform})")
-    yield Finding("device", "fingerprint", "ok", device_fingerprint())
+    yield HealthCheck(
+        "device", device_kind(), "ok", f"{count}{first.device_kind} ({first.platform})"
+    )
+    yield HealthCheck("device", "fingerprint", "ok", device_fingerprint())
     if first.platform == "cpu" and _looks_like_a_gpu():
-        yield Finding(
+        yield HealthCheck(
             "device",
             "gpu",
             "warning",
@@ -133,7 +137,7 @@ def _looks_like_a_gpu() -> bool:
     return pathlib.Path("/dev/nvidia0").exists()
 
 
-def _settings() -> Iterator[Finding]:
+def _settings() -> Iterator[HealthCheck]:
     from ..ops.utils import environment
 
     for variable in environment.VARIABLES:
@@ -146,12 +150,12 @@ def _settings() -> Iterator[Finding]:
             if variable is environment.AGREEMENT_SECONDS:
                 variable.seconds()
         except environment.VariableError as error:
-            yield Finding("settings", variable.name, "error", str(error))
+            yield HealthCheck("settings", variable.name, "error", str(error))
             continue
-        yield Finding("settings", variable.name, "ok", value)
+        yield HealthCheck("settings", variable.name, "ok", value)
 
 
-def _store(source: str | None) -> Iterator[Finding]:
+def _store(source: str | None) -> Iterator[HealthCheck]:
     from ..ops.config.persistent import default_path
     from ..store import BundleError, FolderLocation, StoreError, locate
     from ..store.private import why_not_writable
@@ -165,55 +169,57 @@ def _store(source: str | None) -> Iterator[Finding]:
             name = locate(given).shown  # without its password
         if str(given).endswith(".json") or "://" in str(given):
             place = open_place(str(given))
-            yield Finding("store", place.shown, "ok", counted(len(place.entries()), "entry"))
+            yield HealthCheck("store", place.shown, "ok", counted(len(place.entries()), "entry"))
             return
         location = locate(given)
         assert isinstance(location, FolderLocation)
         name = location.shown
         count = count_entries(location)
     except (StoreError, BundleError, Failure, OSError) as error:
-        yield Finding("store", name, "error", str(error))
+        yield HealthCheck("store", name, "error", str(error))
     except click.ClickException as error:
-        yield Finding("store", name, "error", error.format_message())
+        yield HealthCheck("store", name, "error", error.format_message())
     else:
         reason = why_not_writable(location.folder)
         text = "nothing was tuned yet" if count is None else counted(count, "entry")
         if reason is not None:
             advice = "EJKERNEL_CACHE_DIR names another folder"
             text = f"{text}, and nothing can be stored: {reason}"
-            yield Finding("store", name, "warning", text, advice)
+            yield HealthCheck("store", name, "warning", text, advice)
         elif count is None:
-            yield Finding(
+            yield HealthCheck(
                 "store", name, "ok", f"{text}; it is made when the first config is stored"
             )
         else:
-            yield Finding("store", name, "ok", text)
+            yield HealthCheck("store", name, "ok", text)
 
 
-def _bundles() -> Iterator[Finding]:
+def _bundles() -> Iterator[HealthCheck]:
     from ..ops.utils import environment
     from ..store.bundle import Shipped
 
     shipped = Shipped(environment.CONFIG_PATH.read())
     for source, bundle in shipped.bundles:
         text = f"{counted(len(bundle), 'entry')} ({source.origin})"
-        yield Finding("bundles", str(source.path), "ok", text)
+        yield HealthCheck("bundles", str(source.path), "ok", text)
     for problem in shipped.problems:
-        yield Finding("bundles", problem.what, "error", problem.reason)
+        yield HealthCheck("bundles", problem.what, "error", problem.reason)
 
 
-def _extras() -> Iterator[Finding]:
+def _extras() -> Iterator[HealthCheck]:
     import importlib.metadata
 
     for extra, module, package, use in _EXTRAS:
         if importlib.util.find_spec(module) is None:
             advice = f"pip install 'ejkernel[{extra}]'"
-            yield Finding("extras", extra, "missing", f"not installed: {use}", advice)
+            yield HealthCheck("extras", extra, "missing", f"not installed: {use}", advice)
         else:
-            yield Finding("extras", extra, "ok", f"{package} {importlib.metadata.version(package)}")
+            yield HealthCheck(
+                "extras", extra, "ok", f"{package} {importlib.metadata.version(package)}"
+            )
 
 
-def _targets() -> Iterator[Finding]:
+def _targets() -> Iterator[HealthCheck]:
     from ..targets import available
 
     groups: dict[tuple[bool, str], list[str]] = {}
@@ -223,10 +229,10 @@ def _targets() -> Iterator[Finding]:
     for (usable, what), names in groups.items():
         text = f"compiles with {what}" if usable else "lowers only"
         advice = "" if usable else f"to compile, {what}"
-        yield Finding("targets", ", ".join(names), "ok" if usable else "missing", text, advice)
+        yield HealthCheck("targets", ", ".join(names), "ok" if usable else "missing", text, advice)
 
 
-def _native() -> Iterator[Finding]:
+def _native() -> Iterator[HealthCheck]:
     if importlib.util.find_spec("ejkernel.native") is None:
         return
     from .native import native_module
@@ -234,10 +240,12 @@ def _native() -> Iterator[Finding]:
     found = native_module().status()
     advice = "" if found.built else "ejkernel native build makes them now"
     status = "ok" if found.available else "missing"
-    yield Finding("native", "C++ kernels", status, found.reason, advice if status == "ok" else "")
+    yield HealthCheck(
+        "native", "C++ kernels", status, found.reason, advice if status == "ok" else ""
+    )
 
 
-def _crashes() -> Iterator[Finding]:
+def _crashes() -> Iterator[HealthCheck]:
     from ..ops.tuner.isolation.journal import Journal
     from ..ops.utils.environment import NoHomeFolder
 
@@ -246,7 +254,7 @@ def _crashes() -> Iterator[Finding]:
     except NoHomeFolder:  # the store's finding says so
         return
     if crashed:
-        yield Finding(
+        yield HealthCheck(
             "journal",
             "crashes",
             "warning",

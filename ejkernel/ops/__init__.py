@@ -58,7 +58,7 @@ from .execution import (
     set_default_executor,
     vmap_with_config,
 )
-from .execution.entry import EntryTable
+from .execution.jitted import JittedCalls
 from .registry import clear_invocations, get_invocations, record_invocation
 from .utils import (
     LABEL_PREFIXES,
@@ -170,7 +170,7 @@ def _job_agreement() -> Any:
     return job_agreement()
 
 
-provide_calling(EntryTable)
+provide_calling(JittedCalls)
 provide_measuring(_measuring)
 provide_agreement(_job_agreement)
 provide_default_selector(lambda: default_executor().selector)

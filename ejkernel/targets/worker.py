@@ -26,7 +26,7 @@ from .figures import read_cuda_dump, read_tpu_dump
 _MEMORY = ("argument", "output", "temp", "generated_code")
 
 
-class Compiler:
+class CompilerProcess:
     """Answers requests to compile; keeps the topologies it has made."""
 
     def __init__(self) -> None:
@@ -140,4 +140,4 @@ def one_line(text: str) -> str:
 
 def main() -> None:
     """Compile for the parent."""
-    serve_parent(Compiler())
+    serve_parent(CompilerProcess())

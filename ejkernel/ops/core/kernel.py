@@ -46,12 +46,12 @@ from .supports import (
 from .types import Cfg, Out
 
 if TYPE_CHECKING:
-    from ..execution.entry import EntryTable
+    from ..execution.jitted import JittedCalls
 
-_make_entries: Callable[[Kernel[Any, Any]], EntryTable]
+_make_entries: Callable[[Kernel[Any, Any]], JittedCalls]
 
 
-def provide_calling(make_entries: Callable[[Kernel[Any, Any]], EntryTable]) -> None:
+def provide_calling(make_entries: Callable[[Kernel[Any, Any]], JittedCalls]) -> None:
     """Say what calls a kernel: that lies above, and is handed in when the package is imported."""
     global _make_entries
     _make_entries = make_entries
@@ -474,7 +474,7 @@ class Kernel(Generic[Cfg, Out]):
     # Python in between; for a kernel without keywords it is the jitted function itself.
     __slots__ = ("__dict__", "__weakref__", "_call", "_entries")
 
-    _entries: EntryTable
+    _entries: JittedCalls
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)

@@ -11,8 +11,8 @@ from ..core.batching import axes_per_argument, batch_size
 from ..core.invocation import BatchAxes
 from ..core.kernel import Kernel
 from ..utils.stable import stable_json
-from .entry import MAX_JITTED, Entry, holds_arrays, refuse_unhashable
 from .executor import Executor, default_executor
+from .jitted import MAX_JITTED, JittedCall, holds_arrays, refuse_unhashable
 
 
 def vmap_with_config(
@@ -25,7 +25,7 @@ def vmap_with_config(
     `cfg=`, are passed on and not mapped.
     """
     executor, kernel = _executor_and_kernel(executor_and_kernel, "vmap_with_config")
-    return _VmapEntry(kernel, executor, in_axes, out_axes).call
+    return _JittedVmap(kernel, executor, in_axes, out_axes).call
 
 
 def pmap_with_config(
@@ -63,7 +63,7 @@ def pmap_with_config(
     return call
 
 
-class _VmapEntry(Entry):
+class _JittedVmap(JittedCall):
     """The way into a kernel that is mapped over a batch."""
 
     __slots__ = ("_in_axes", "_out_axes")

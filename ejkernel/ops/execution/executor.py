@@ -21,7 +21,7 @@ from ..core.supports import demands_reference, no_config_message
 from ..core.symbolic import run_with_symbols, symbols
 from ..registry import Recorded
 from ..utils import environment
-from .entry import CompiledCall, ExecutorKey
+from .jitted import CompiledCall, ExecutorKey
 from .partitioned import run_definition, run_partitioned
 
 C = TypeVar("C")

@@ -37,7 +37,7 @@ MAX_JITTED = 128
 """How many jitted functions an entry keeps for calls that differ in what is static or built in."""
 
 
-class Entry:
+class JittedCall:
     """Calls one kernel through the executor that `executor` gives at the time of tracing.
 
     `plain` takes calls without keywords, `keyword` those with. Both may raise; `after_error` then
@@ -281,7 +281,7 @@ class ExecutorKey(weakref.ref["Executor"]):
     __hash__ = object.__hash__
 
 
-class EntryTable(dict["ExecutorKey | None", Entry]):
+class JittedCalls(dict["ExecutorKey | None", JittedCall]):
     """A kernel's entries, made when first asked for; None is for the default executor.
 
     An entry goes with its executor, and all programs that were compiled for it: a server may make
@@ -292,13 +292,13 @@ class EntryTable(dict["ExecutorKey | None", Entry]):
         super().__init__()
         self._kernel = kernel
 
-    def __missing__(self, key: ExecutorKey | None) -> Entry:
+    def __missing__(self, key: ExecutorKey | None) -> JittedCall:
         if key is None:
-            return self.setdefault(None, Entry(self._kernel, _default_executor))
+            return self.setdefault(None, JittedCall(self._kernel, _default_executor))
         executor = key()
         assert executor is not None  # it is the caller
         watched = weakref.ref(executor, lambda _: self.pop(key, None))
-        return self.setdefault(key, Entry(self._kernel, watched))
+        return self.setdefault(key, JittedCall(self._kernel, watched))
 
 
 def _default_executor() -> Executor:
