@@ -30,7 +30,7 @@ _EXTRAS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class HealthCheck:
+class Health:
     """One thing that was looked at.
 
     Attributes:
@@ -82,32 +82,30 @@ def doctor(state: State, source: str | None) -> int:
     return Exit.NOT_WELL if errors else Exit.OK
 
 
-def _versions() -> Iterator[HealthCheck]:
+def _versions() -> Iterator[Health]:
     import importlib.metadata
 
-    yield HealthCheck("versions", "ejkernel", "ok", __version__)
+    yield Health("versions", "ejkernel", "ok", __version__)
     python = f"{platform.python_version()} on {platform.platform(terse=True)}"
-    yield HealthCheck("versions", "python", "ok", python)
+    yield Health("versions", "python", "ok", python)
     for package in ("jax", "jaxlib"):
         try:
             found = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            yield HealthCheck(
-                "versions", package, "error", "not installed", "pip install 'jax>=0.10'"
-            )
+            yield Health("versions", package, "error", "not installed", "pip install 'jax>=0.10'")
             continue
         old = tuple(int(n) for n in found.split(".")[:2] if n.isdecimal()) < (0, 10)
         advice = "ejkernel needs 0.10 or newer: pip install -U jax" if old else ""
-        yield HealthCheck("versions", package, "error" if old else "ok", found, advice)
+        yield Health("versions", package, "error" if old else "ok", found, advice)
 
 
-def _device() -> Iterator[HealthCheck]:
+def _device() -> Iterator[Health]:
     try:
         import jax
 
         devices = jax.devices()
     except Exception as error:  # noqa: BLE001  a plugin may fail in any way: that is the finding
-        yield HealthCheck(
+        yield Health(
             "device",
             "jax",
             "error",
@@ -119,12 +117,10 @@ def _device() -> Iterator[HealthCheck]:
 
     first = devices[0]
     count = f"{len(devices)} × " if len(devices) > 1 else ""
-    yield HealthCheck(
-        "device", device_kind(), "ok", f"{count}{first.device_kind} ({first.platform})"
-    )
-    yield HealthCheck("device", "fingerprint", "ok", device_fingerprint())
+    yield Health("device", device_kind(), "ok", f"{count}{first.device_kind} ({first.platform})")
+    yield Health("device", "fingerprint", "ok", device_fingerprint())
     if first.platform == "cpu" and _looks_like_a_gpu():
-        yield HealthCheck(
+        yield Health(
             "device",
             "gpu",
             "warning",
@@ -137,7 +133,7 @@ def _looks_like_a_gpu() -> bool:
     return pathlib.Path("/dev/nvidia0").exists()
 
 
-def _settings() -> Iterator[HealthCheck]:
+def _settings() -> Iterator[Health]:
     from ..ops.utils import environment
 
     for variable in environment.VARIABLES:
@@ -150,12 +146,12 @@ def _settings() -> Iterator[HealthCheck]:
             if variable is environment.AGREEMENT_SECONDS:
                 variable.seconds()
         except environment.VariableError as error:
-            yield HealthCheck("settings", variable.name, "error", str(error))
+            yield Health("settings", variable.name, "error", str(error))
             continue
-        yield HealthCheck("settings", variable.name, "ok", value)
+        yield Health("settings", variable.name, "ok", value)
 
 
-def _store(source: str | None) -> Iterator[HealthCheck]:
+def _store(source: str | None) -> Iterator[Health]:
     from ..ops.config.persistent import default_path
     from ..store import BundleError, FolderLocation, StoreError, locate
     from ..store.private import why_not_writable
@@ -169,57 +165,53 @@ def _store(source: str | None) -> Iterator[HealthCheck]:
             name = locate(given).shown  # without its password
         if str(given).endswith(".json") or "://" in str(given):
             place = open_place(str(given))
-            yield HealthCheck("store", place.shown, "ok", counted(len(place.entries()), "entry"))
+            yield Health("store", place.shown, "ok", counted(len(place.entries()), "entry"))
             return
         location = locate(given)
         assert isinstance(location, FolderLocation)
         name = location.shown
         count = count_entries(location)
     except (StoreError, BundleError, Failure, OSError) as error:
-        yield HealthCheck("store", name, "error", str(error))
+        yield Health("store", name, "error", str(error))
     except click.ClickException as error:
-        yield HealthCheck("store", name, "error", error.format_message())
+        yield Health("store", name, "error", error.format_message())
     else:
         reason = why_not_writable(location.folder)
         text = "nothing was tuned yet" if count is None else counted(count, "entry")
         if reason is not None:
             advice = "EJKERNEL_CACHE_DIR names another folder"
             text = f"{text}, and nothing can be stored: {reason}"
-            yield HealthCheck("store", name, "warning", text, advice)
+            yield Health("store", name, "warning", text, advice)
         elif count is None:
-            yield HealthCheck(
-                "store", name, "ok", f"{text}; it is made when the first config is stored"
-            )
+            yield Health("store", name, "ok", f"{text}; it is made when the first config is stored")
         else:
-            yield HealthCheck("store", name, "ok", text)
+            yield Health("store", name, "ok", text)
 
 
-def _bundles() -> Iterator[HealthCheck]:
+def _bundles() -> Iterator[Health]:
     from ..ops.utils import environment
     from ..store.bundle import Shipped
 
     shipped = Shipped(environment.CONFIG_PATH.read())
     for source, bundle in shipped.bundles:
         text = f"{counted(len(bundle), 'entry')} ({source.origin})"
-        yield HealthCheck("bundles", str(source.path), "ok", text)
+        yield Health("bundles", str(source.path), "ok", text)
     for problem in shipped.problems:
-        yield HealthCheck("bundles", problem.what, "error", problem.reason)
+        yield Health("bundles", problem.what, "error", problem.reason)
 
 
-def _extras() -> Iterator[HealthCheck]:
+def _extras() -> Iterator[Health]:
     import importlib.metadata
 
     for extra, module, package, use in _EXTRAS:
         if importlib.util.find_spec(module) is None:
             advice = f"pip install 'ejkernel[{extra}]'"
-            yield HealthCheck("extras", extra, "missing", f"not installed: {use}", advice)
+            yield Health("extras", extra, "missing", f"not installed: {use}", advice)
         else:
-            yield HealthCheck(
-                "extras", extra, "ok", f"{package} {importlib.metadata.version(package)}"
-            )
+            yield Health("extras", extra, "ok", f"{package} {importlib.metadata.version(package)}")
 
 
-def _targets() -> Iterator[HealthCheck]:
+def _targets() -> Iterator[Health]:
     from ..targets import available
 
     groups: dict[tuple[bool, str], list[str]] = {}
@@ -229,10 +221,10 @@ def _targets() -> Iterator[HealthCheck]:
     for (usable, what), names in groups.items():
         text = f"compiles with {what}" if usable else "lowers only"
         advice = "" if usable else f"to compile, {what}"
-        yield HealthCheck("targets", ", ".join(names), "ok" if usable else "missing", text, advice)
+        yield Health("targets", ", ".join(names), "ok" if usable else "missing", text, advice)
 
 
-def _native() -> Iterator[HealthCheck]:
+def _native() -> Iterator[Health]:
     if importlib.util.find_spec("ejkernel.native") is None:
         return
     from .native import native_module
@@ -240,12 +232,10 @@ def _native() -> Iterator[HealthCheck]:
     found = native_module().status()
     advice = "" if found.built else "ejkernel native build makes them now"
     status = "ok" if found.available else "missing"
-    yield HealthCheck(
-        "native", "C++ kernels", status, found.reason, advice if status == "ok" else ""
-    )
+    yield Health("native", "C++ kernels", status, found.reason, advice if status == "ok" else "")
 
 
-def _crashes() -> Iterator[HealthCheck]:
+def _crashes() -> Iterator[Health]:
     from ..ops.tuner.isolation.journal import Journal
     from ..ops.utils.environment import NoHomeFolder
 
@@ -254,7 +244,7 @@ def _crashes() -> Iterator[HealthCheck]:
     except NoHomeFolder:  # the store's finding says so
         return
     if crashed:
-        yield HealthCheck(
+        yield Health(
             "journal",
             "crashes",
             "warning",
