@@ -17,7 +17,7 @@ from attention_float64 import attention64
 from ejkernel.kernels.flash_attention import FlashAttentionCppConfig, FlashAttentionXlaConfig
 from ejkernel.kernels.flash_attention.dropout import keep_mask
 from ejkernel.kernels.integers import ids_to_int32, to_int32
-from ejkernel.kernels.paged_attention import PagedAttentionConfig
+from ejkernel.kernels.paged_attention import PagedAttentionXlaConfig
 from ejkernel.modules import flash_attention, paged_attention
 
 BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 8
@@ -396,7 +396,9 @@ def test_paged_attention(mode: str, integer: str) -> None:
         np.testing.assert_allclose(out, wanted["out"], atol=tolerance)
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 3}, {"cfg": PagedAttentionConfig(1)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 3}, {"cfg": PagedAttentionXlaConfig(1)}], ids=str
+)
 def test_paged_attention_inside_shard_map(options: dict[str, Any]) -> None:
     """With `check_vma`, as by default: each device has some of the sequences, and all pages."""
     numbers = np.random.default_rng(0)

@@ -22,7 +22,7 @@ from ejkernel.kernels.gated_linear_unit import GatedLinearUnitXlaConfig
 from ejkernel.kernels.grouped_matmul import GroupedMatmulXlaConfig
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
 from ejkernel.kernels.norm import NormXlaConfig
-from ejkernel.kernels.paged_attention import PagedAttentionConfig
+from ejkernel.kernels.paged_attention import PagedAttentionXlaConfig
 from ejkernel.ops import BwdParams, FwdParams
 
 quick = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -54,7 +54,7 @@ BLOCKS: dict[str, Any] = {
         FwdParams(blocksize_m=5), BwdParams(blocksize_m=5, blocksize_n=8)
     ),
     "gated_linear_attention": GatedLinearAttentionXlaConfig(chunk_size=4, backward_chunk_size=4),
-    "paged_attention": PagedAttentionConfig(pages_per_step=1),
+    "paged_attention": PagedAttentionXlaConfig(pages_per_step=1),
 }
 
 # An operation, the shapes of its floating arrays, its options.

@@ -226,6 +226,13 @@ def test_it_works_under_transformations():
     np.testing.assert_allclose(remat, naive, atol=1e-4)
 
 
+def test_the_output_is_not_kept_for_the_gradient():
+    x = jnp.ones((64, 256))
+    _, pull_back = jax.vjp(lambda x: rms_norm(x, jnp.ones(256)), x)
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(pull_back) if hasattr(leaf, "nbytes"))
+    assert kept < 1.5 * x.nbytes
+
+
 def test_options_have_defaults_that_mean_nothing_is_done():
     x = jnp.array([[1.0, -1.0, 1.0, 1.0]])
     np.testing.assert_allclose(rms_norm(x, eps=0.0), x, atol=1e-6)

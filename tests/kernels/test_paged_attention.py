@@ -11,7 +11,9 @@ import pytest
 
 from ejkernel.kernels.paged_attention import (
     PagedAttention,
-    PagedAttentionConfig,
+    PagedAttentionGpuConfig,
+    PagedAttentionTpuConfig,
+    PagedAttentionXlaConfig,
     paged_attention_reference,
     pallas_gpu,
     pallas_tpu,
@@ -47,38 +49,18 @@ def inputs(batch, tokens, heads, kv_heads, head_dim, value_dim, page_size, per_s
     return arrays, normal(heads)
 
 
-def run_xla_page_by_page(*args, **options):
-    return xla.forward(*args, pages_per_step=1, **options)
-
-
-def run_xla(*args, **options):
-    return xla.forward(*args, pages_per_step=3, **options)
-
-
-def run_xla_at_once(*args, **options):
-    return xla.forward(*args, pages_per_step=100, **options)
-
-
-def run_pallas(*args, **options):
-    return pallas_tpu.forward(*args, pages_per_step=2, interpret=True, **options)
-
-
-def run_triton(*args, **options):
-    return pallas_gpu.forward(*args, block_k=16, num_key_splits=2, interpret=True, **options)
-
-
-def run_reference(*args, **options):
-    return paged_attention_reference(*args, **options)
-
-
-EVERY_RUN = [
-    run_reference,
-    run_xla_page_by_page,
-    run_xla,
-    run_xla_at_once,
-    run_pallas,
-    run_triton,
-]
+EVERY_RUN = {
+    "reference": paged_attention_reference,
+    "xla-page-by-page": partial(xla.forward, cfg=PagedAttentionXlaConfig(1)),
+    "xla": partial(xla.forward, cfg=PagedAttentionXlaConfig(3)),
+    "xla-at-once": partial(xla.forward, cfg=PagedAttentionXlaConfig(100)),
+    "pallas": partial(pallas_tpu.forward, cfg=PagedAttentionTpuConfig(2), interpret=True),
+    "triton": partial(
+        pallas_gpu.forward,
+        cfg=PagedAttentionGpuConfig(block_k=16, num_key_splits=2),
+        interpret=True,
+    ),
+}
 
 
 def softly(function):
@@ -87,8 +69,9 @@ def softly(function):
 
 
 @pytest.mark.parametrize(("shape", "options"), CASES, ids=["plain", "options", "tokens"])
-@pytest.mark.parametrize("run", EVERY_RUN[1:])
-def test_every_implementation_equals_the_definition(run, shape, options):
+@pytest.mark.parametrize("name", list(EVERY_RUN)[1:])
+def test_every_implementation_equals_the_definition(name, shape, options):
+    run = EVERY_RUN[name]
     args, sinks = inputs(*shape)
     options = {"softmax_scale": 0.4, **options}
     if "sinks" in options:
@@ -100,15 +83,15 @@ def test_every_implementation_equals_the_definition(run, shape, options):
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 7}], ids=["plain", "window"])
-@pytest.mark.parametrize("run", EVERY_RUN)
-def test_what_no_query_sees_may_be_anything(run, options):
+@pytest.mark.parametrize("name", EVERY_RUN)
+def test_what_no_query_sees_may_be_anything(name, options):
     """Pages of others, given in a table's unused places, and the rest of a sequence's last page."""
     (q, k_pages, v_pages, _, _), _ = inputs(*ODD)
     page_size = k_pages.shape[1]
     table = jnp.asarray([[5, 4, 3, 2, 1, 0, 0]] * 4, jnp.int32)
     length = 3 * page_size + 2  # two tokens in the last page, the fourth
     lengths = jnp.full((4,), length, jnp.int32)
-    run = softly(partial(run, softmax_scale=0.4, **options))
+    run = softly(partial(EVERY_RUN[name], softmax_scale=0.4, **options))
     expected = run(q, k_pages, v_pages, table, lengths)
     unseen = [jnp.s_[2, 2:], jnp.s_[1], jnp.s_[0], jnp.s_[6]]
     if options:  # the first page is wholly behind the window
@@ -212,5 +195,5 @@ def test_the_tuner_gets_valid_inputs_and_candidates():
     expected = paged_attention_reference(*made, **kwargs)
     candidates = kernel.candidates(inv)
     assert len(candidates) > 1
-    assert all(isinstance(cfg, PagedAttentionConfig) for cfg in candidates)
+    assert all(isinstance(cfg, PagedAttentionXlaConfig) for cfg in candidates)
     np.testing.assert_allclose(kernel(*made, cfg=candidates[-1], **kwargs), expected, atol=2e-5)

@@ -168,8 +168,8 @@ def test_a_kernel_without_an_implementation_says_which_it_has():
     with pytest.raises(targets.TargetError) as error:
         targets.check(OnlyTriton(), SHAPE, target="tpu-v5e", compile=False)
     message = str(error.value)
-    assert "only_triton@v1 has no implementation for tpu-v5e: it has run_triton" in message
-    assert "run_pallas" in message
+    assert "only_triton@v1 has no implementation for tpu-v5e: it has triton" in message
+    assert "add one that runs on a tpu" in message
 
 
 def test_an_unknown_target_is_refused(matmul):

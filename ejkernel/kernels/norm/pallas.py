@@ -106,7 +106,7 @@ def normalise_block(
 def differentiate_block(
     call: Arguments, load: Load, store: Store, real: jax.Array | None = None
 ) -> dict[str, jax.Array]:
-    """Write `dx`; what the rows contribute to `dweight` and `dbias` is to be summed over rows."""
+    """Write `dx`, and give what each row contributes to `dweight` and `dbias`, by name."""
     values, rstd = _moments(call, load("x"), real)
     gradient = load("dout").astype(jnp.float32)
     scale = _scale_of(call, load)
@@ -119,12 +119,12 @@ def differentiate_block(
     if call.residual is not None:
         dx = dx + load("dsummed").astype(jnp.float32)
     store("dx", dx)
-    summed: dict[str, jax.Array] = {}
+    parts: dict[str, jax.Array] = {}
     if call.weight is not None:
-        summed["dweight"] = gradient * values * rstd
+        parts["dweight"] = gradient * values * rstd
     if call.bias is not None:
-        summed["dbias"] = gradient
-    return summed
+        parts["dbias"] = gradient
+    return parts
 
 
 def _scale_of(call: Arguments, load: Load) -> jax.Array | None:

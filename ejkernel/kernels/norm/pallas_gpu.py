@@ -16,6 +16,7 @@ from jax import lax
 from ejkernel.ops import Implementation, Invocation, Limit, Limits
 
 from ..limits import COUNT, WARPS
+from ..sizes import next_power_of_two
 from . import pallas
 from .arguments import Arguments, rows_and_features
 from .passes import Cotangents, Gradients, Normalised, passes_of
@@ -92,7 +93,7 @@ class _Tile:
     """Some rows and all features, padded to powers of two, as Triton wants its tiles."""
 
     def __init__(self, first: Any, rows: int, shape: tuple[int, int]) -> None:
-        size = (rows, _power_of_two(shape[1]))
+        size = (rows, next_power_of_two(shape[1]))
         row, column = (lax.broadcasted_iota(jnp.int32, size, axis) for axis in (0, 1))
         self.index = first + row, column
         self.real = column < shape[1]
@@ -122,18 +123,13 @@ def _launch(programs: int, num_warps: int, interpret: bool) -> dict[str, Any]:
     return {"grid": (programs,), "compiler_params": compiler_params, "interpret": interpret}
 
 
-def _power_of_two(size: int) -> int:
-    """The smallest power of two that is not less."""
-    return 1 << (size - 1).bit_length()
-
-
 def _heuristic(inv: Invocation[Any, Any]) -> NormGpuConfig:
     """Not measured: forward a tile of 2048 elements, backward 256 programs in all.
 
     Every thread has about eight elements of a row.
     """
     rows, features = rows_and_features(inv.args[0])
-    width = _power_of_two(features)
+    width = next_power_of_two(features)
     warps = min(16, max(1, width // 256))
     return NormGpuConfig(max(1, 2048 // width), warps, -(-rows // 256), warps)
 

@@ -8,50 +8,62 @@ out to `num_key_splits` programs, whose results are put together afterwards by t
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
+from ejkernel.ops import Implementation, Invocation, Limit, Limits, Supports
+
+from ..limits import launch
 from ..promotion import usual_promotion
+from ..sizes import next_power_of_two
+from .arguments import Arguments
+from .gradient import passes_of
 from .hidden import hidden_score, lowest_maximum
 
 _SMALLEST_BLOCK = 16  # of Triton's matrix products
+_MOST_ROWS = 128
+_MOST_FEATURES = 256
 _HIDDEN_SCORE = hidden_score()
 _LOWEST_MAXIMUM = lowest_maximum()
 
 
+@dataclasses.dataclass(frozen=True)
+class PagedAttentionGpuConfig:
+    """How a sequence's keys are shared out, and how the kernel is launched.
+
+    Args:
+      block_k: keys that a program loads at a time.
+      num_key_splits: programs that share the keys of a sequence.
+      num_warps: of a program.
+      num_stages: blocks that are loaded ahead, and the one at hand.
+    """
+
+    block_k: int = 64
+    num_key_splits: int = 8
+    num_warps: int = 4
+    num_stages: int = 2
+
+
 @usual_promotion
 def forward(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    lengths: jax.Array,
-    *,
-    softmax_scale: float,
-    window: int | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    block_k: int = 64,
-    num_key_splits: int = 8,
-    num_warps: int = 4,
-    num_stages: int = 2,
-    interpret: bool = False,
+    *args: jax.Array, cfg: PagedAttentionGpuConfig, interpret: bool = False, **options: Any
 ) -> jax.Array:
-    """What `paged_attention_reference` gives; a program loads `block_k` keys at a time."""
-    batch, tokens, heads, head_dim = q.shape
-    pages, page_size, kv_heads, _ = k_pages.shape
-    value_dim = v_pages.shape[3]
-    group = heads // kv_heads
+    """What `paged_attention_reference` gives."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plgpu
+
+    call = Arguments.of(*args, **options)
+    batch, tokens, heads, head_dim = call.q.shape
+    pages, page_size, kv_heads, value_dim = call.v_pages.shape
+    group, per_sequence = heads // kv_heads, call.page_table.shape[1]
     rows = tokens * group
     block_rows, q_width, v_width = _block(rows), _block(head_dim), _block(value_dim)
-    block = _block(block_k)
-    longest = page_table.shape[1] * page_size
-    splits = max(1, min(num_key_splits, -(-longest // block)))
+    block = _block(cfg.block_k)
+    splits = max(1, min(cfg.num_key_splits, -(-per_sequence * page_size // block)))
 
     def kernel(*refs: Any) -> None:
         q_ref, k_ref, v_ref, table_ref, lengths_ref, out_ref, lse_ref = refs
@@ -66,9 +78,7 @@ def forward(
             largest, total, weighted = state
             key = j * block + lax.broadcasted_iota(jnp.int32, (block,), 0)
             # What no query sees is not loaded: it may be another sequence's, or NaN.
-            seen = key < length
-            if window is not None:
-                seen &= key >= length - tokens - window
+            seen = call.seen(key, length)
             page = plgpu.load(table_ref.at[lax.div(key, jnp.int32(page_size))], mask=seen, other=0)
             slot = lax.rem(key, jnp.int32(page_size))
 
@@ -79,14 +89,11 @@ def forward(
                 mask = seen[:, None] & (feature < features)
                 return plgpu.load(ref.at[*rows_of_pages, feature], mask=mask, other=0.0)
 
-            scores = plgpu.dot(q_rows, tile(k_ref, head_dim, q_width).T) * softmax_scale
-            if logits_soft_cap is not None:
-                scores = logits_soft_cap * _tanh(scores / logits_soft_cap)
+            scores = plgpu.dot(q_rows, tile(k_ref, head_dim, q_width).T) * call.softmax_scale
             column = j * block + lax.broadcasted_iota(jnp.int32, (block_rows, block), 1)
-            visible = column <= position
-            if window is not None:
-                visible &= column >= position - window
-            scores = jnp.where(visible, scores, _HIDDEN_SCORE)
+            scores = jnp.where(
+                call.visible(column, position), call.capped(scores, _tanh), _HIDDEN_SCORE
+            )
             before, largest = largest, jnp.maximum(largest, jnp.max(scores, axis=1))
             shrink = jnp.exp(before - largest)
             weights = jnp.exp(scores - largest[:, None])
@@ -95,9 +102,7 @@ def forward(
             product = plgpu.dot(weights.astype(v_tile.dtype), v_tile)
             return largest, total, shrink[:, None] * weighted + product
 
-        first = jnp.int32(0)
-        if window is not None:
-            first = lax.div(jnp.maximum(length - tokens - window, 0), jnp.int32(block))
+        first = call.first_block(length, block)
         end = lax.div(length + (block - 1), jnp.int32(block))
         # Blocks in use are shared out evenly, so that short sequences keep all programs busy.
         share = lax.div(end - first + (splits - 1), jnp.int32(splits))
@@ -117,10 +122,9 @@ def forward(
         lse = jnp.where(real, largest + jnp.log(total), _HIDDEN_SCORE)
         plgpu.store(lse_ref, lse, mask=lax.broadcasted_iota(jnp.int32, (block_rows,), 0) < rows)
 
-    def cache(width: int) -> pl.BlockSpec:
+    def cache(width: int) -> Any:
         return pl.BlockSpec((pages, page_size, None, width), lambda s, h, b: (0, 0, h, 0))
 
-    by_head = q.reshape(batch, tokens, kv_heads, group, head_dim).swapaxes(1, 2)
     # Parts stay in float32 until they are put together.
     parts = jax.ShapeDtypeStruct((splits, batch, kv_heads, rows, value_dim), jnp.float32)
     out, lse = pl.pallas_call(
@@ -130,7 +134,7 @@ def forward(
             pl.BlockSpec((None, None, block_rows, q_width), lambda s, h, b: (b, h, 0, 0)),
             cache(q_width),
             cache(v_width),
-            pl.BlockSpec((None, page_table.shape[1]), lambda s, h, b: (b, 0)),
+            pl.BlockSpec((None, per_sequence), lambda s, h, b: (b, 0)),
             pl.BlockSpec((batch,), lambda s, h, b: (0,)),
         ],
         out_specs=[
@@ -138,20 +142,11 @@ def forward(
             pl.BlockSpec((None, None, None, block_rows), lambda s, h, b: (s, b, h, 0)),
         ],
         out_shape=[parts, jax.ShapeDtypeStruct(parts.shape[:-1], jnp.float32)],
-        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        compiler_params=plgpu.CompilerParams(num_warps=cfg.num_warps, num_stages=cfg.num_stages),
         interpret=interpret,
         name="paged_attention",
-    )(
-        by_head.reshape(batch, kv_heads, rows, head_dim),
-        k_pages,
-        v_pages,
-        # Whatever stands in the table, nothing outside of the cache is read.
-        jnp.clip(page_table, 0, pages - 1).astype(jnp.int32),
-        jnp.clip(lengths, 0, longest).astype(jnp.int32),
-    )
-    joined = _joined(out, lse, _sink_rows(sinks, kv_heads, tokens)).astype(q.dtype)
-    joined = joined.reshape(batch, kv_heads, tokens, group, value_dim).swapaxes(1, 2)
-    return joined.reshape(batch, tokens, heads, value_dim)
+    )(call.rows_of_key_heads(), call.k_pages, call.v_pages, call.page_table, call.lengths)
+    return call.from_rows(_joined(out, lse, call.sink_rows()))
 
 
 def _joined(out: jax.Array, lse: jax.Array, sink: jax.Array | None) -> jax.Array:
@@ -168,15 +163,8 @@ def _joined(out: jax.Array, lse: jax.Array, sink: jax.Array | None) -> jax.Array
     return jnp.where(empty[..., None], 0.0, weighted / jnp.where(empty, 1.0, total)[..., None])
 
 
-def _sink_rows(sinks: jax.Array | None, kv_heads: int, tokens: int) -> jax.Array | None:
-    """`(kv_heads, rows)`: the sink of each row of a program."""
-    if sinks is None:
-        return None
-    return jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, -1), (1, tokens))
-
-
 def _block(size: int) -> int:
-    return max(_SMALLEST_BLOCK, pl.next_power_of_2(size))
+    return max(_SMALLEST_BLOCK, next_power_of_two(size))
 
 
 def _inside(shape: tuple[int, int], rows: int, columns: int) -> Any:
@@ -190,3 +178,54 @@ def _tanh(x: Any) -> Any:
     # Triton lowers tanh to a library call per element; this is two instructions more than exp.
     positive = jnp.exp(-2.0 * jnp.abs(x))
     return jnp.sign(x) * (1.0 - positive) / (1.0 + positive)
+
+
+def _rows_fit(inv: Invocation[Any, Any]) -> str | None:
+    """All query rows of a key head are in a program's registers at once."""
+    (_, tokens, heads, _), kv_heads = inv.args[0].shape, inv.args[1].shape[2]
+    if tokens * heads // kv_heads <= _MOST_ROWS:
+        return None
+    return (
+        f"q has {tokens} tokens of {heads // kv_heads} heads for each key head, and at most "
+        f"{_MOST_ROWS} rows are supported"
+    )
+
+
+def _features_fit(inv: Invocation[Any, Any]) -> str | None:
+    """Tiles of wider heads do not fit into the shared memory of a multiprocessor."""
+    for name, pages in (("head_dim", inv.args[1]), ("value_dim", inv.args[2])):
+        if pages.shape[3] > _MOST_FEATURES:
+            return f"{name} is {pages.shape[3]}, and at most {_MOST_FEATURES} are supported"
+    return None
+
+
+def _heuristic(inv: Invocation[Any, Any]) -> PagedAttentionGpuConfig:
+    """Two programs for each of about 128 multiprocessors, and no split shorter than two blocks."""
+    q, k_pages, _, table = inv.args[:4]
+    wanted = -(-256 // (q.shape[0] * k_pages.shape[2]))
+    longest = k_pages.shape[1] * table.shape[1]
+    return PagedAttentionGpuConfig(num_key_splits=max(1, min(wanted, longest // 128, 32)))
+
+
+def _space(inv: Invocation[Any, Any]) -> list[PagedAttentionGpuConfig]:
+    splits = _heuristic(inv).num_key_splits
+    return [
+        PagedAttentionGpuConfig(block_k, num_key_splits, num_warps)
+        for num_key_splits in sorted({max(1, splits // 2), splits, splits * 2})
+        for block_k, num_warps in ((32, 2), (64, 4), (128, 4))
+    ]
+
+
+PALLAS_GPU: Implementation[PagedAttentionGpuConfig, jax.Array] = Implementation(
+    name="triton",
+    devices=("gpu",),
+    config=PagedAttentionGpuConfig,
+    heuristic=_heuristic,
+    space=_space,
+    supports=Supports(dtypes=("float32", "bfloat16", "float16"), rules=(_rows_fit, _features_fit)),
+    limits=Limits(
+        {"block_k": Limit(least=1, most=1024), "num_key_splits": Limit(least=1, most=1024)}
+        | launch("")
+    ),
+    **passes_of(forward),
+)

@@ -12,67 +12,66 @@ and needs no strided reads.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.ops import Implementation, Invocation, Limit, Limits, Supports
 
 from ..promotion import usual_promotion
+from .arguments import Arguments
+from .gradient import passes_of
 from .hidden import hidden_score, lowest_maximum
 
 _LANES = 128
+_MOST_ROWS = 1024
 _HIDDEN_SCORE = hidden_score()
 _LOWEST_MAXIMUM = lowest_maximum()
 
 
+@dataclasses.dataclass(frozen=True)
+class PagedAttentionTpuConfig:
+    """How many pages a step of the grid works on, each an operand of its own."""
+
+    pages_per_step: int = 16
+
+
 @usual_promotion
 def forward(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    lengths: jax.Array,
-    *,
-    softmax_scale: float,
-    window: int | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    pages_per_step: int = 4,
-    interpret: bool = False,
+    *args: jax.Array, cfg: PagedAttentionTpuConfig, interpret: bool = False, **options: Any
 ) -> jax.Array:
-    """What `paged_attention_reference` gives; `pages_per_step` pages are fetched at a time."""
-    batch, tokens, heads, head_dim = q.shape
-    pages, page_size, kv_heads, _ = k_pages.shape
-    value_dim = v_pages.shape[3]
-    group, columns, rows = heads // kv_heads, page_size * kv_heads, tokens * heads
-    per_sequence = page_table.shape[1]
-    per_step = min(pages_per_step, per_sequence)
-    most_pages = per_sequence
-    if window is not None:  # a window and the tokens themselves touch so many pages at most
-        most_pages = min(per_sequence, (window + tokens + page_size - 2) // page_size + 1)
-    steps = -(-most_pages // per_step)
+    """What `paged_attention_reference` gives."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
 
-    def first_page(length: Any) -> Any:
-        if window is None:
-            return 0
-        return lax.div(jnp.maximum(length - tokens - window, 0), jnp.int32(page_size))
+    call = Arguments.of(*args, **options)
+    batch, tokens, heads, head_dim = call.q.shape
+    pages, page_size, kv_heads, _ = call.k_pages.shape
+    value_dim = call.v_pages.shape[3]
+    group, columns, rows = heads // kv_heads, page_size * kv_heads, tokens * heads
+    most_pages = call.page_table.shape[1]
+    per_step = min(cfg.pages_per_step, most_pages)
+    if call.window is not None:  # a window and the tokens themselves touch so many pages at most
+        most_pages = min(most_pages, (call.window + tokens + page_size - 2) // page_size + 1)
+    steps = -(-most_pages // per_step)
 
     def page_at(b: Any, step: Any, offset: int, table: Any, lengths: Any) -> tuple[Any, ...]:
         last = lax.div(jnp.maximum(lengths[b] - 1, 0), jnp.int32(page_size))
-        page = jnp.minimum(first_page(lengths[b]) + step * per_step + offset, last)
+        first = call.first_block(lengths[b], page_size)
+        page = jnp.minimum(first + step * per_step + offset, last)
         return table[b, page], 0, 0
 
     def kernel(table: Any, lengths_ref: Any, q_ref: Any, *refs: Any) -> None:
         del table
         k_refs, v_refs = refs[:per_step], refs[per_step : 2 * per_step]
-        sink_ref = refs[2 * per_step] if sinks is not None else None
+        sink_ref = refs[2 * per_step] if call.sinks is not None else None
         out_ref, largest_ref, total_ref, weighted_ref = refs[-4:]
         b, step = pl.program_id(0), pl.program_id(1)
         length = lengths_ref[b]
-        first_key = (first_page(length) + step * per_step) * page_size
+        first_key = (call.first_block(length, page_size) + step * per_step) * page_size
 
         @pl.when(step == 0)
         def start() -> None:
@@ -81,16 +80,12 @@ def forward(
             weighted_ref[...] = jnp.zeros_like(weighted_ref)
 
         def scores_of(k: Any, begin: Any) -> Any:
-            scores = _dot(q_ref[0], k, transposed=True) * softmax_scale
-            if logits_soft_cap is not None:
-                scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
+            scores = call.capped(_dot(q_ref[0], k, transposed=True) * call.softmax_scale)
             row = lax.broadcasted_iota(jnp.int32, scores.shape, 0)
             column = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
             key = begin + lax.div(column, jnp.int32(kv_heads))
             position = length - tokens + lax.div(row, jnp.int32(heads))
-            visible = key <= position
-            if window is not None:
-                visible &= key >= position - window
+            visible = call.visible(key, position)
             if kv_heads > 1:
                 head = lax.rem(row, jnp.int32(heads))
                 visible &= lax.rem(column, jnp.int32(kv_heads)) == lax.div(head, jnp.int32(group))
@@ -132,25 +127,25 @@ def forward(
             share = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, total))
             out_ref[0] = (weighted * share).astype(out_ref.dtype)
 
-    def page_spec(offset: int, features: int) -> pl.BlockSpec:
+    def page_spec(offset: int, features: int) -> Any:
         return pl.BlockSpec(
             (1, columns, features),
             lambda b, step, table, lengths: page_at(b, step, offset, table, lengths),
         )
 
-    def row_spec(features: int) -> pl.BlockSpec:
+    def row_spec(features: int) -> Any:
         return pl.BlockSpec((1, rows, features), lambda b, step, table, lengths: (b, 0, 0))
 
-    keys = k_pages.reshape(pages, columns, head_dim)
-    values = v_pages.reshape(pages, columns, value_dim)
-    operands = [q.reshape(batch, rows, head_dim), *[keys] * per_step, *[values] * per_step]
+    keys = call.k_pages.reshape(pages, columns, head_dim)
+    values = call.v_pages.reshape(pages, columns, value_dim)
+    operands = [call.q.reshape(batch, rows, head_dim), *[keys] * per_step, *[values] * per_step]
     in_specs = [
         row_spec(head_dim),
         *(page_spec(i, head_dim) for i in range(per_step)),
         *(page_spec(i, value_dim) for i in range(per_step)),
     ]
-    if sinks is not None:
-        operands.append(jnp.tile(sinks.astype(jnp.float32), tokens)[:, None])
+    if call.sinks is not None:
+        operands.append(jnp.tile(call.sinks.astype(jnp.float32), tokens)[:, None])
         in_specs.append(pl.BlockSpec((rows, 1), lambda b, step, table, lengths: (0, 0)))
     out: jax.Array = pl.pallas_call(
         kernel,
@@ -165,19 +160,50 @@ def forward(
                 pltpu.VMEM((rows, value_dim), jnp.float32),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct((batch, rows, value_dim), q.dtype),
+        out_shape=jax.ShapeDtypeStruct((batch, rows, value_dim), call.q.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name="paged_attention",
-    )(
-        # Whatever stands in the table, nothing outside of the cache is read.
-        jnp.clip(page_table, 0, pages - 1).astype(jnp.int32),
-        jnp.clip(lengths, 0, per_sequence * page_size).astype(jnp.int32),
-        *operands,
-    )
+    )(call.page_table, call.lengths, *operands)
     return out.reshape(batch, tokens, heads, value_dim)
 
 
 def _dot(a: Any, b: Any, *, transposed: bool) -> Any:
     dimensions = (((1,), (1 if transposed else 0,)), ((), ()))
     return lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
+
+
+def _rows_fit(inv: Invocation[Any, Any]) -> str | None:
+    """All query rows of a sequence are in VMEM at once."""
+    _, tokens, heads, _ = inv.args[0].shape
+    if tokens * heads <= _MOST_ROWS:
+        return None
+    return f"q has {tokens} tokens of {heads} heads, and at most {_MOST_ROWS} rows are supported"
+
+
+def _pages_for(keys: int, inv: Invocation[Any, Any]) -> int:
+    """Pages that hold about so many keys."""
+    page_size, per_sequence = inv.args[1].shape[1], inv.args[3].shape[1]
+    return int(max(1, min(keys // page_size, per_sequence, 16)))
+
+
+def _heuristic(inv: Invocation[Any, Any]) -> PagedAttentionTpuConfig:
+    """Not measured: a step's fixed cost is about that of fetching 256 keys."""
+    return PagedAttentionTpuConfig(_pages_for(256, inv))
+
+
+def _space(inv: Invocation[Any, Any]) -> list[PagedAttentionTpuConfig]:
+    steps = {_pages_for(keys, inv) for keys in (16, 64, 128, 256, 512)}
+    return [PagedAttentionTpuConfig(step) for step in sorted(steps)]
+
+
+PALLAS_TPU: Implementation[PagedAttentionTpuConfig, jax.Array] = Implementation(
+    name="pallas",
+    devices=("tpu",),
+    config=PagedAttentionTpuConfig,
+    heuristic=_heuristic,
+    space=_space,
+    supports=Supports(dtypes=("float32", "bfloat16"), rules=(_rows_fit,)),
+    limits=Limits({"pages_per_step": Limit(least=1, most=64)}),
+    **passes_of(forward),
+)

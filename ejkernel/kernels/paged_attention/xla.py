@@ -5,60 +5,55 @@ once more, used or not. Here an outer loop walks over the sequences and an inner
 that each one has, with an online softmax. A step of one page slices it out of the cache, and XLA's
 product reads the slice in place. A step of several gathers them first, which pays off where pages
 are small; and where the whole cache is small, one step that gathers everything is fastest:
-`default_pages_per_step`.
+`_heuristic`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ejkernel.ops import Implementation, Invocation, Limits
+
 from ..dtypes import accumulation_dtype
+from ..limits import COUNT
 from ..promotion import usual_promotion
 from ..slicing import take_in_dim, take_rows
+from .arguments import Arguments
+from .gradient import passes_of
 from .hidden import hidden_score, lowest_maximum
 
 _GATHERED_AT_ONCE = 2**20  # bytes of keys, in float32
 
 
-@usual_promotion
-def forward(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    page_table: jax.Array,
-    lengths: jax.Array,
-    *,
-    softmax_scale: float,
-    window: int | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    pages_per_step: int = 1,
-) -> jax.Array:
-    """What `paged_attention_reference` gives; `pages_per_step` pages are worked on at a time.
+@dataclasses.dataclass(frozen=True)
+class PagedAttentionXlaConfig:
+    """How many pages of a sequence are worked on at a time.
 
     If those are all that a sequence may have, all sequences are worked on together.
     """
-    batch, tokens, heads, head_dim = q.shape
-    pages, page_size, kv_heads, _ = k_pages.shape
-    value_dim = v_pages.shape[3]
-    group = heads // kv_heads
-    step = min(pages_per_step, page_table.shape[1])
+
+    pages_per_step: int = 1
+
+
+@usual_promotion
+def forward(*args: jax.Array, cfg: PagedAttentionXlaConfig, **options: Any) -> jax.Array:
+    """What `paged_attention_reference` gives."""
+    call = Arguments.of(*args, **options)
+    k_pages, v_pages, lengths = call.k_pages, call.v_pages, call.lengths
+    (batch, tokens, heads, _), (_, page_size, kv_heads, _) = call.q.shape, k_pages.shape
+    group, value_dim = heads // kv_heads, v_pages.shape[3]
+    step = min(cfg.pages_per_step, call.page_table.shape[1])
     keys = step * page_size
-    # Whatever stands in the table, nothing outside of the cache is read.
-    table = jnp.clip(page_table, 0, pages - 1).astype(jnp.int32)
-    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % step)))
-    lengths = jnp.clip(lengths, 0, page_table.shape[1] * page_size).astype(jnp.int32)
-    # The queries of a key head are rows of one product: row r is token r // group.
-    rows = q.reshape(batch, tokens, kv_heads, group, head_dim).swapaxes(1, 2)
-    rows = rows.reshape(batch, kv_heads, tokens * group, head_dim)
-    wide = accumulation_dtype(q.dtype)
-    rows = softmax_scale * rows.astype(wide)
+    table = jnp.pad(call.page_table, ((0, 0), (0, -call.page_table.shape[1] % step)))
+    wide = accumulation_dtype(call.q.dtype)
+    rows = call.softmax_scale * call.rows_of_key_heads().astype(wide)
     token = jnp.arange(tokens * group, dtype=jnp.int32) // group
-    sink = None if sinks is None else _sink_rows(sinks.astype(wide), kv_heads, tokens)
+    sink = None if (sinks := call.sink_rows()) is None else sinks[..., None]
 
     def tile(cache: jax.Array, numbers: jax.Array) -> jax.Array:
         found = take_in_dim(cache, numbers[0], 1) if step == 1 else take_rows(cache, numbers)
@@ -67,22 +62,14 @@ def forward(
     def only_seen(values: jax.Array, first: Any, length: jax.Array) -> jax.Array:
         """Zeros for keys that no query sees: there may be NaN, which no weight would hide."""
         key = first + jnp.arange(keys, dtype=jnp.int32)
-        seen = key < length
-        if window is not None:
-            seen &= key >= length - tokens - window
-        return jnp.where(seen[:, None, None], values, 0.0)
+        return jnp.where(call.seen(key, length)[:, None, None], values, 0.0)
 
     def scores(q_rows: jax.Array, k_tile: jax.Array, first: Any, length: jax.Array) -> jax.Array:
         """Of the keys from position `first` on; a finite number where a key is not seen."""
-        found = jnp.einsum("hrd,khd->hrk", q_rows, k_tile)
-        if logits_soft_cap is not None:
-            found = logits_soft_cap * jnp.tanh(found / logits_soft_cap)
+        found = call.capped(jnp.einsum("hrd,khd->hrk", q_rows, k_tile))
         key = first + jnp.arange(keys, dtype=jnp.int32)
         position = (length - tokens + token)[:, None]
-        visible = key <= position
-        if window is not None:
-            visible &= key >= position - window
-        return jnp.where(visible, found, hidden_score(wide))
+        return jnp.where(call.visible(key, position), found, hidden_score(wide))
 
     def attend_at_once(q_rows: jax.Array, numbers: jax.Array, length: jax.Array) -> jax.Array:
         found = scores(q_rows, tile(k_pages, numbers), 0, length)
@@ -101,7 +88,7 @@ def forward(
                 values = only_seen(values, j * keys, length)
             return softmax.add(scores(q_rows, tile(k_pages, numbers), j * keys, length), values)
 
-        first = jnp.int32(0) if window is None else jnp.maximum(length - tokens - window, 0) // keys
+        first = call.first_block(length, keys)
         last = jnp.maximum(length - 1, 0) // keys
         start = _Softmax.start(q_rows, value_dim)
         met: _Softmax = lax.fori_loop(first, last, add_pages, start)
@@ -112,35 +99,7 @@ def forward(
         out = jax.vmap(attend_at_once)(rows, table, lengths)
     else:
         out = lax.map(attend, jnp.arange(batch, dtype=jnp.int32))
-    out = out.astype(q.dtype).reshape(batch, kv_heads, tokens, group, value_dim).swapaxes(1, 2)
-    return out.reshape(batch, tokens, heads, value_dim)
-
-
-def default_pages_per_step(
-    q_shape: tuple[int, ...], pages_shape: tuple[int, ...], per_sequence: int
-) -> int:
-    """One, with a few exceptions.
-
-    From interleaved timings (two Zen 3 cores), beside one page at a time: four pages with 8 KiB of
-    keys took 0.7 to 0.97 of the time, eight of 4 KiB 0.75 to 1.0, but two of 16 KiB up to 1.5 and
-    four of 64 KiB 1.4. Where a key head has a single query, two pages of 64 keys took 0.65 to 0.75.
-    All such small pages of all sequences at once took 0.82 and 0.93 of the time of a few at a time
-    with 0.5 and 1 MiB of keys; 1.7 with 2 MiB of which sequences used a half.
-    """
-    batch, tokens, heads, _ = q_shape
-    _, page_size, kv_heads, head_dim = pages_shape
-    if tokens * heads == kv_heads and page_size >= 64:
-        return min(2, per_sequence)
-    page_bytes = max(1, 4 * page_size * kv_heads * head_dim)
-    small = 2**15 // page_bytes
-    if small >= 4 and batch * per_sequence * page_bytes <= _GATHERED_AT_ONCE:
-        return per_sequence
-    return min(small, 8, per_sequence) if small >= 4 else 1
-
-
-def _sink_rows(sinks: jax.Array, kv_heads: int, tokens: int) -> jax.Array:
-    """`(kv_heads, tokens * group, 1)`: the sink of each row."""
-    return jnp.tile(sinks.reshape(kv_heads, -1), (1, tokens))[..., None]
+    return call.from_rows(out)
 
 
 class _Softmax(NamedTuple):
@@ -176,3 +135,46 @@ class _Softmax(NamedTuple):
             shrink = jnp.exp(self.largest - largest)
             total, weighted = shrink * total + jnp.exp(sink - largest), shrink * weighted
         return jnp.where(empty, 0.0, weighted / jnp.where(empty, 1.0, total))
+
+
+def _heuristic(inv: Invocation[Any, Any]) -> PagedAttentionXlaConfig:
+    """One page, with a few exceptions.
+
+    From interleaved timings (two Zen 3 cores), beside one page at a time: four pages with 8 KiB of
+    keys took 0.7 to 0.97 of the time, eight of 4 KiB 0.75 to 1.0, but two of 16 KiB up to 1.5 and
+    four of 64 KiB 1.4. Where a key head has a single query, two pages of 64 keys took 0.65 to 0.75.
+    All such small pages of all sequences at once took 0.82 and 0.93 of the time of a few at a time
+    with 0.5 and 1 MiB of keys; 1.7 with 2 MiB of which sequences used a half.
+    """
+    q, k_pages, _, table = inv.args[:4]
+    (batch, tokens, heads, _), per_sequence = q.shape, table.shape[1]
+    _, page_size, kv_heads, head_dim = k_pages.shape
+    page_bytes = max(1, 4 * page_size * kv_heads * head_dim)
+    small = 2**15 // page_bytes
+    if tokens * heads == kv_heads and page_size >= 64:
+        pages = 2
+    elif small < 4:
+        pages = 1
+    elif batch * per_sequence * page_bytes <= _GATHERED_AT_ONCE:
+        pages = per_sequence
+    else:
+        pages = min(small, 8)
+    return PagedAttentionXlaConfig(min(pages, per_sequence))
+
+
+def _space(inv: Invocation[Any, Any]) -> list[PagedAttentionXlaConfig]:
+    per_sequence = inv.args[3].shape[1]
+    steps = [pages for pages in (1, 2, 4, 8) if pages < per_sequence]
+    # All pages of all sequences are worth trying only where few of them may be unused.
+    all_of_them = [per_sequence] if per_sequence <= 64 else []
+    return [PagedAttentionXlaConfig(pages) for pages in (*steps, *all_of_them)]
+
+
+XLA: Implementation[PagedAttentionXlaConfig, jax.Array] = Implementation(
+    name="xla",
+    config=PagedAttentionXlaConfig,
+    heuristic=_heuristic,
+    space=_space,
+    limits=Limits({"pages_per_step": COUNT}),
+    **passes_of(forward),
+)

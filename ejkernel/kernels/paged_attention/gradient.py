@@ -1,0 +1,43 @@
+"""The gradient of paged attention: that of its definition, for every implementation.
+
+Nobody trains through a cache of pages in a loop, but gradients through a decoding step are asked
+for now and then (sinks, learned prefixes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ..promotion import usual_promotion
+from .reference import paged_attention_reference
+
+
+def passes_of(forward: Callable[..., jax.Array]) -> dict[str, Any]:
+    """`forward`, `forward_with_residuals` and `backward` of an `Implementation`."""
+
+    def forward_with_residuals(*args: Any, cfg: Any, **options: Any) -> tuple[jax.Array, None]:
+        return forward(*args, cfg=cfg, **options), None
+
+    return {
+        "forward": forward,
+        "forward_with_residuals": forward_with_residuals,
+        "backward": _backward,
+        "reads_out": False,
+    }
+
+
+@usual_promotion
+def _backward(
+    residuals: None, out: None, dout: jax.Array, *args: jax.Array, cfg: Any, **options: Any
+) -> tuple[Any, ...]:
+    q, k_pages, v_pages, table, lengths = args
+    sinks = {name: options.pop(name) for name in ("sinks",) if name in options}
+
+    def definition(q: Any, k_pages: Any, v_pages: Any, sinks: dict[str, Any]) -> jax.Array:
+        return paged_attention_reference(q, k_pages, v_pages, table, lengths, **sinks, **options)
+
+    *gradients, by_keyword = jax.vjp(definition, q, k_pages, v_pages, sinks)[1](dout)
+    return (*gradients, None, None, *([by_keyword] if by_keyword else []))
