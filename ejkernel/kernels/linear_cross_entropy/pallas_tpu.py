@@ -24,6 +24,7 @@ from jax import lax
 
 from ejkernel.ops import Implementation, Invocation, Limits, Supports
 
+from ..dot import dot
 from ..limits import LANES, SUBLANES
 from .arguments import Arguments, Sizes, same_dtype
 
@@ -131,7 +132,7 @@ def gradients(
         gradient = block.gradient().astype(weight.dtype)
         # Beyond the vocabulary the weights are anything, and zero times anything may be NaN.
         words = block.masked(block.weight, 0, axis=call.words_axis)
-        sum_ref[...] += _product(gradient, words, (1, call.words_axis))
+        sum_ref[...] += dot(gradient, words, (1, call.words_axis))
         _finish(out_ref, sum_ref, step, grid.word_blocks)
 
     (dhidden,) = grid.call(
@@ -154,7 +155,7 @@ def gradients(
         gradient = block.gradient()
         narrow = gradient.astype(hidden.dtype)
         left, right = (block.hidden, narrow) if call.words_axis else (narrow, block.hidden)
-        sums[0][...] += _product(left, right, (0, 0))
+        sums[0][...] += dot(left, right, (0, 0))
         if call.bias is not None:
             sums[1][...] += jnp.sum(gradient, axis=0, keepdims=True)
         for out_ref, sum_ref in zip(outputs, sums, strict=False):
@@ -262,7 +263,7 @@ class _Block:
         self.hidden, self.weight = refs["hidden"][...], refs["weight"][...]
 
     def logits(self) -> jax.Array:
-        products = _product(self.hidden, self.weight, (1, 1 - self.arguments.words_axis))
+        products = dot(self.hidden, self.weight, (1, 1 - self.arguments.words_axis))
         bias = self.refs["bias"][...] if "bias" in self.refs else None
         return self.arguments.options.logits(products, bias)
 
@@ -293,11 +294,6 @@ class _Block:
             self.arguments.words,
         )
         return self.masked(found, 0.0)
-
-
-def _product(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
-    axes = ((contracted[:1], contracted[1:]), ((), ()))
-    return lax.dot_general(a, b, axes, preferred_element_type=jnp.float32)
 
 
 def _start(sum_ref: Any, step: Any) -> None:

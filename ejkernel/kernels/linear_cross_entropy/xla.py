@@ -27,6 +27,7 @@ from jax import lax
 
 from ejkernel.ops import Implementation, Invocation, Limits, device_kind
 
+from ..dot import dot
 from ..dtypes import accumulation_dtype
 from ..limits import COUNT
 from ..row_blocks import in_row_blocks
@@ -123,7 +124,7 @@ def losses_and_gradients(
         )
         # Products of a matrix in bfloat16 with one in float32 would be computed in float32.
         narrow = gradient.astype(weight.dtype)
-        dhidden = _product(narrow, weight, (1, call.words_axis), dtype).astype(hidden.dtype)
+        dhidden = dot(narrow, weight, (1, call.words_axis), dtype=dtype).astype(hidden.dtype)
         dbias = None
         if call.bias is not None:
             dbias = jnp.dot(jnp.ones_like(factors), gradient, precision="highest")
@@ -200,13 +201,8 @@ def _even(block_m: int, call: Arguments) -> int:
 
 def _unscaled_logits(hidden: jax.Array, call: Arguments) -> jax.Array:
     dtype = accumulation_dtype(hidden.dtype)
-    products = _product(hidden, call.weight, (1, 1 - call.words_axis), dtype)
+    products = dot(hidden, call.weight, (1, 1 - call.words_axis), dtype=dtype)
     return call.options.unscaled(products, None if call.bias is None else call.bias[None, :])
-
-
-def _product(a: jax.Array, b: jax.Array, contracted: tuple[int, int], dtype: Any) -> jax.Array:
-    axes = ((contracted[:1], contracted[1:]), ((), ()))
-    return lax.dot_general(a, b, axes, preferred_element_type=dtype)
 
 
 def _weight_gradient(hidden: jax.Array, gradient: jax.Array, call: Arguments) -> jax.Array:
@@ -214,7 +210,7 @@ def _weight_gradient(hidden: jax.Array, gradient: jax.Array, call: Arguments) ->
     dtype = accumulation_dtype(hidden.dtype)
     hidden = hidden.astype(gradient.dtype)
     pair = (gradient, hidden) if call.options.vocab_first else (hidden, gradient)
-    return _product(*pair, (0, 0), dtype)
+    return dot(*pair, (0, 0), dtype=dtype)
 
 
 def _add_weight_gradient(
