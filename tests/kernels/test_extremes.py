@@ -14,7 +14,7 @@ from config_calls import CALLS
 
 from ejkernel import modules
 from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionXlaConfig
-from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
+from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyXlaConfig
 from ejkernel.kernels.norm import (
     NormGpuConfig,
     NormTpuConfig,
@@ -31,7 +31,6 @@ from ejkernel.modules import (
     linear_cross_entropy,
     rms_norm,
 )
-from ejkernel.ops import BwdParams, FwdParams
 
 quick = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
@@ -156,7 +155,7 @@ def test_a_row_of_zeros() -> None:
         compare(operation, {"x": np.zeros((3, 8)), "weight": random(8)}, 1e-5, eps=1e-30)
 
 
-BLOCKS = LinearCrossEntropyConfig(FwdParams(blocksize_m=3), BwdParams(blocksize_m=3, blocksize_n=4))
+BLOCKS = LinearCrossEntropyXlaConfig(3, 3, 4)
 LOSS_OPTIONS: dict[str, dict[str, Any]] = {
     "large scale": {"softmax_scale": 1e4},
     "small scale": {"softmax_scale": 1e-6},

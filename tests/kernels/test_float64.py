@@ -20,10 +20,9 @@ from ejkernel import modules
 from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionXlaConfig
 from ejkernel.kernels.gated_linear_unit import GatedLinearUnitXlaConfig
 from ejkernel.kernels.grouped_matmul import GroupedMatmulXlaConfig
-from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
+from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyXlaConfig
 from ejkernel.kernels.norm import NormXlaConfig
 from ejkernel.kernels.paged_attention import PagedAttentionXlaConfig
-from ejkernel.ops import BwdParams, FwdParams
 
 quick = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
@@ -50,9 +49,7 @@ BLOCKS: dict[str, Any] = {
     "layer_norm": NormXlaConfig(backward_block_m=4),
     "gated_linear_unit": GatedLinearUnitXlaConfig(block_m=4, backward_block_m=4),
     "grouped_matmul": GroupedMatmulXlaConfig(8, 8, 8),
-    "linear_cross_entropy": LinearCrossEntropyConfig(
-        FwdParams(blocksize_m=5), BwdParams(blocksize_m=5, blocksize_n=8)
-    ),
+    "linear_cross_entropy": LinearCrossEntropyXlaConfig(5, 5, 8),
     "gated_linear_attention": GatedLinearAttentionXlaConfig(chunk_size=4, backward_chunk_size=4),
     "paged_attention": PagedAttentionXlaConfig(pages_per_step=1),
 }

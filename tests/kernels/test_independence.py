@@ -25,9 +25,8 @@ from ejkernel.kernels.gated_linear_attention import (
 )
 from ejkernel.kernels.gated_linear_attention.arguments import decay_with_starts
 from ejkernel.kernels.gated_linear_attention.chunks import pallas_passes
-from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
+from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyXlaConfig
 from ejkernel.modules import gated_linear_attention, grouped_matmul, linear_cross_entropy
-from ejkernel.ops import BwdParams, FwdParams
 
 POISON = {"nan": np.nan, "inf": np.inf, "overflows": 1e30, "larger": 1e4}
 
@@ -246,9 +245,7 @@ def test_rows_that_count_for_nothing(cfg: Any, reduction: str) -> None:
     labels = numbers.integers(0, vocab, n)
     ignored = np.arange(n) % 3 == 1
     labels[ignored] = -100
-    blocks = cfg and LinearCrossEntropyConfig(
-        FwdParams(blocksize_m=cfg[0]), BwdParams(blocksize_m=cfg[1], blocksize_n=cfg[2])
-    )
+    blocks = cfg and LinearCrossEntropyXlaConfig(*cfg)
 
     @jax.jit
     def everything(hidden: Any) -> Any:

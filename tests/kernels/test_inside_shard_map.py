@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionXlaConfig
 from ejkernel.kernels.gated_linear_unit import GatedLinearUnitXlaConfig
 from ejkernel.kernels.grouped_matmul import GroupedMatmulXlaConfig
-from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
+from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyXlaConfig
 from ejkernel.kernels.norm import NormXlaConfig
 from ejkernel.modules import (
     flash_attention,
@@ -31,7 +31,6 @@ from ejkernel.modules import (
     paged_attention,
     rms_norm,
 )
-from ejkernel.ops import BwdParams, FwdParams
 
 D = "devices"
 
@@ -94,15 +93,12 @@ def loss(reduction: str, cfg: Any, n: int = 96, features: int = 8, vocab: int = 
 
 
 def losses() -> dict[str, Case]:
-    def cfg(forward: int, backward: int, words: int) -> LinearCrossEntropyConfig:
-        return LinearCrossEntropyConfig(
-            FwdParams(blocksize_m=forward), BwdParams(blocksize_m=backward, blocksize_n=words)
-        )
-
+    cfg = LinearCrossEntropyXlaConfig
+    configs = {"default": None, "5": cfg(5, 5, 16), "8": cfg(8, 24, 64)}
     return {
         f"loss {reduction} {name}": loss(reduction, blocks)
         for reduction in ("sum", "none")
-        for name, blocks in {"default": None, "5": cfg(5, 5, 16), "8": cfg(8, 24, 64)}.items()
+        for name, blocks in configs.items()
     }
 
 

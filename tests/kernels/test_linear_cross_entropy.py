@@ -14,14 +14,16 @@ from hypothesis import strategies as st
 from ejkernel import targets
 from ejkernel.kernels.linear_cross_entropy import (
     LinearCrossEntropy,
-    LinearCrossEntropyConfig,
+    LinearCrossEntropyGpuConfig,
+    LinearCrossEntropyTpuConfig,
+    LinearCrossEntropyXlaConfig,
     linear_cross_entropy_reference,
     pallas_gpu,
     pallas_tpu,
 )
-from ejkernel.kernels.linear_cross_entropy.options import LossOptions
+from ejkernel.kernels.linear_cross_entropy.arguments import Arguments, Sizes
 from ejkernel.modules import linear_cross_entropy
-from ejkernel.ops import BwdParams, FwdParams, NotSupported
+from ejkernel.ops import NotSupported
 from ejkernel.targets.lowering import standing_on
 
 KERNEL = LinearCrossEntropy()
@@ -33,10 +35,8 @@ quickly = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0
 
 
 def small(rows, vocab):
-    """Chunks so small that a test has several of them."""
-    return LinearCrossEntropyConfig(
-        FwdParams(blocksize_m=rows), BwdParams(blocksize_m=rows, blocksize_n=vocab)
-    )
+    """Blocks so small that a test has several of them."""
+    return LinearCrossEntropyXlaConfig(rows, rows, vocab)
 
 
 def arrays_of(shape=(21,), features=6, vocab=19, *, vocab_first=False, bias=False, dtype="float32"):
@@ -104,7 +104,7 @@ def test_xla_equals_the_reference(reduction, options, bias):
     vocab_first = options.get("vocab_first", False)
     arrays, labels = arrays_of((3, 7), vocab_first=vocab_first, bias=bias)
     wanted = value_and_gradients(partial(linear_cross_entropy_reference, **options), arrays, labels)
-    # One chunk; then three chunks of rows, and two of words with a rest.
+    # One block; then three blocks of rows, and two of words with a rest.
     for cfg in (None, small(8, 8)) if reduction == "mean" else (small(8, 8),):
         ours = partial(linear_cross_entropy, cfg=cfg, **options)
         assert_same(value_and_gradients(ours, arrays, labels), wanted)
@@ -137,33 +137,24 @@ def test_any_shape(shape, features, vocab, blocks, dtype, names, flags, reductio
 # --- Pallas --------------------------------------------------------------------------------------
 
 
-def interpreted_tpu(hidden, weight, labels, bias=None, *, rows, vocab, **options):
+def interpreted_tpu(hidden, weight, labels, bias=None, *, cfg, **options):
     """The kernels for TPU, interpreted, as one differentiable function of the rows."""
-    chosen = LossOptions(**options)
-    tile = {"rows": rows, "vocab": vocab, "interpret": True}
+
+    def call_of(arrays):
+        given = {"labels": labels, "reduction": "none", **options}
+        return Arguments.of(**arrays, **given)
 
     @jax.custom_vjp
     def losses(arrays):
         return forward(arrays)[0]
 
     def forward(arrays):
-        found, lse = pallas_tpu.losses(
-            arrays["hidden"], arrays["weight"], labels, arrays.get("bias"), chosen, **tile
-        )
+        found, lse = pallas_tpu.losses(call_of(arrays), cfg, interpret=True)
         return found, (arrays, lse)
 
     def backward(saved, dout):
         arrays, lse = saved
-        found = pallas_tpu.gradients(
-            arrays["hidden"],
-            arrays["weight"],
-            labels,
-            lse,
-            dout,
-            arrays.get("bias"),
-            chosen,
-            **tile,
-        )
+        found = pallas_tpu.gradients(call_of(arrays), lse, dout, cfg, interpret=True)
         by_name = dict(zip(("hidden", "weight", "bias"), found, strict=True))
         return ({name: by_name[name].astype(a.dtype) for name, a in arrays.items()},)
 
@@ -177,7 +168,7 @@ PALLAS_CASES = [
     ({"vocab_first": True}, True, "float32", (16, 8, 200)),  # a rest of the vocabulary
     ({**EVERYTHING}, True, "float32", (13, 20, 300)),
     ({**EVERYTHING, "vocab_first": True}, False, "bfloat16", (9, 32, 130)),
-    ({}, False, "float32", (5, 3, 20)),  # a vocabulary smaller than a tile
+    ({}, False, "float32", (5, 3, 20)),  # a vocabulary smaller than a block
 ]
 
 
@@ -189,7 +180,7 @@ def test_interpreted_tpu_kernels_equal_the_reference(options, bias, dtype, sizes
         (n,), features, vocab, vocab_first=vocab_first, bias=bias, dtype=dtype
     )
     naive = partial(linear_cross_entropy_reference, reduction="none", **options)
-    ours = partial(interpreted_tpu, rows=8, vocab=128, **options)
+    ours = partial(interpreted_tpu, cfg=LinearCrossEntropyTpuConfig(8, 128, 8, 128), **options)
     wanted = value_and_gradients(naive, arrays, labels)
     tolerance = 3e-5 if dtype == "float32" else 3e-2
     assert_same(value_and_gradients(ours, arrays, labels), wanted, tolerance)
@@ -202,12 +193,11 @@ def test_interpreted_gpu_kernel_equals_the_reference(options, bias, dtype, sizes
     arrays, labels = arrays_of(
         (n,), features, vocab, vocab_first=vocab_first, bias=bias, dtype=dtype
     )
-    tile = {"rows": 16, "vocab": 64, "depth": 16, "num_warps": 4, "num_stages": 2}
+    cfg = LinearCrossEntropyGpuConfig(16, 64, 16)
 
     @quickly
-    def ours(hidden, weight, labels, bias=None):
-        chosen = LossOptions(**options)
-        return pallas_gpu.losses(hidden, weight, labels, bias, chosen, interpret=True, **tile)
+    def ours(**arrays):
+        return pallas_gpu.losses(Arguments.of(**arrays, **options), cfg, interpret=True)
 
     @quickly
     def naive(**arrays):
@@ -227,14 +217,14 @@ def test_pallas_lowers(target, vocab_first):
     labels = jax.ShapeDtypeStruct((4, 100), jnp.int32)
     bias = jax.ShapeDtypeStruct((1000,), jnp.bfloat16)
     options = {**EVERYTHING, "vocab_first": vocab_first, "reduction": "none"}
-    inv = KERNEL.bind(hidden, weight, labels, bias=bias, **options)
-    cfg = getattr(KERNEL, f"heuristic_cfg_{suffix}")(inv)
+    implementation = KERNEL.implementation(suffix)
+    cfg = implementation.heuristic(KERNEL.bind(hidden, weight, labels, bias=bias, **options))
 
     def both(hidden, weight, labels, bias, dout):
         call = {"cfg": cfg, "bias": bias, **options}
         args = (hidden, weight, labels)
-        out, saved = getattr(KERNEL, f"fwd_with_residuals_{suffix}")(*args, **call)
-        return out, getattr(KERNEL, f"vjp_{suffix}")(saved, out, dout, *args, **call)
+        out, saved = implementation.forward_with_residuals(*args, **call)
+        return out, implementation.backward(saved, None, dout, *args, **call)
 
     dout = jax.ShapeDtypeStruct((4, 100), jnp.float32)
     with standing_on(targets.find(target)):  # newer JAX asks which GPU it is
@@ -243,18 +233,19 @@ def test_pallas_lowers(target, vocab_first):
     assert {"tpu": "tpu_custom_call", "cuda": "triton"}[platform] in text
 
 
-def test_default_tiles_fit_and_are_what_the_devices_want():
+def test_default_blocks_fit_and_are_what_the_devices_want():
     for rows, features, vocab in ((1, 1, 1), (100, 768, 50257), (8192, 8192, 128_000)):
         hidden = jax.ShapeDtypeStruct((rows, features), jnp.bfloat16)
         weight = jax.ShapeDtypeStruct((features, vocab), jnp.bfloat16)
         inv = KERNEL.bind(hidden, weight, jax.ShapeDtypeStruct((rows,), jnp.int32))
-        for params in (KERNEL.heuristic_cfg_pallas(inv).fwd, KERNEL.heuristic_cfg_pallas(inv).bwd):
-            assert params.blocksize_m % 8 == 0
-            assert params.blocksize_n % 128 == 0
-        assert KERNEL.heuristic_cfg(inv) in KERNEL.candidates(inv)
-        for suffix in ("pallas", "triton"):
-            assert getattr(KERNEL, f"candidate_cfgs_{suffix}")(inv)
-    assert not pallas_tpu.fits(64, 128, 32_768, 4, backward=True)
+        for name in ("xla", "pallas", "triton"):
+            implementation = KERNEL.implementation(name)
+            space = implementation.space(inv)
+            assert space or name == "xla"  # one row leaves it no choice
+            for cfg in (implementation.heuristic(inv), *space):
+                assert not implementation.limits.reasons_against(cfg, inv)
+        assert KERNEL.implementation("xla").heuristic(inv) in KERNEL.candidates(inv)
+    assert not pallas_tpu.fits(64, 128, Sizes(8, 32_768, 128, 4), backward=True)
 
 
 # --- the function users call ---------------------------------------------------------------------
@@ -310,7 +301,7 @@ def test_large_logits_do_not_overflow():
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(found))
 
 
-def test_memory_is_that_of_a_chunk():
+def test_memory_is_that_of_a_block():
     n, features, vocab = 512, 16, 4096
     hidden, weight = jnp.ones((n, features)), jnp.ones((features, vocab))
     labels = jnp.zeros(n, jnp.int32)

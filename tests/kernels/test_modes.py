@@ -15,7 +15,7 @@ import pytest
 from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionXlaConfig
 from ejkernel.kernels.gated_linear_unit import GatedLinearUnitXlaConfig
 from ejkernel.kernels.grouped_matmul import GroupedMatmulXlaConfig
-from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
+from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyXlaConfig
 from ejkernel.kernels.norm import NormXlaConfig
 from ejkernel.modules import (
     gated_linear_attention,
@@ -25,7 +25,6 @@ from ejkernel.modules import (
     linear_cross_entropy,
     rms_norm,
 )
-from ejkernel.ops import BwdParams, FwdParams
 
 MODES: dict[str, Callable[[], list[Any]]] = {
     "strict": lambda: [jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")],
@@ -47,7 +46,7 @@ class Case:
 LABELS = np.array([3, -100, 0, 20, 20, 7, 1, 2, 3, -100, 4, 5, 6])
 SEGMENTS = np.repeat([0, 1, 2], [3, 4, 6])[None].repeat(2, 0)
 NORM = NormXlaConfig(backward_block_m=4)
-LOSS = LinearCrossEntropyConfig(FwdParams(blocksize_m=5), BwdParams(blocksize_m=5, blocksize_n=8))
+LOSS = LinearCrossEntropyXlaConfig(5, 5, 8)
 CHUNKS = GatedLinearAttentionXlaConfig(chunk_size=4, backward_chunk_size=4)
 UNIT = GatedLinearUnitXlaConfig(block_m=4, backward_block_m=4)
 GROUPS = GroupedMatmulXlaConfig(8, 8, 8)

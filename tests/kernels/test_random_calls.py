@@ -13,7 +13,7 @@ import pytest
 from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionXlaConfig
 from ejkernel.kernels.gated_linear_unit import GatedLinearUnitXlaConfig
 from ejkernel.kernels.grouped_matmul import GroupedMatmulXlaConfig
-from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
+from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyXlaConfig
 from ejkernel.kernels.norm import NormXlaConfig
 from ejkernel.modules import (
     gated_linear_attention,
@@ -23,7 +23,6 @@ from ejkernel.modules import (
     linear_cross_entropy,
     rms_norm,
 )
-from ejkernel.ops import BwdParams, FwdParams
 
 quick = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 TOLERANCES = {"float32": 1e-4, "float16": 3e-2, "bfloat16": 2e-1}
@@ -84,10 +83,7 @@ def loss(dice: Dice) -> Call:
     }
     if dice.maybe():
         arrays["bias"] = dice.array(vocab)
-    cfg = LinearCrossEntropyConfig(
-        FwdParams(blocksize_m=dice.size(9)),
-        BwdParams(blocksize_m=dice.size(9), blocksize_n=dice.size(40)),
-    )
+    cfg = LinearCrossEntropyXlaConfig(dice.size(9), dice.size(9), dice.size(40))
     return linear_cross_entropy, arrays, options, cfg
 
 

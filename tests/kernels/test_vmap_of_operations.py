@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels.gated_linear_attention import GatedLinearAttentionXlaConfig
-from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
+from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyXlaConfig
 from ejkernel.kernels.norm import NormXlaConfig
 from ejkernel.modules import (
     gated_linear_attention,
@@ -23,7 +23,6 @@ from ejkernel.modules import (
     linear_cross_entropy,
     rms_norm,
 )
-from ejkernel.ops import BwdParams, FwdParams
 
 EXAMPLES = 3
 quick = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -54,7 +53,7 @@ HEAD = {"g": -np.abs(random(*KEYS[:3]))}
 SEGMENTS = {"segment_ids": segments((3, 6), (9,), (1, 1, 7))}
 LABELS = np.array([[1, -100, 3, 4, 5, 6, 7], [9, 8, 7, 6, -100, 4, 3], [1, 1, 1, 1, 1, 1, 1]])
 LOSS = {"hidden": random(7, 4), "weight": random(4, 11), "bias": random(11), "labels": LABELS}
-BLOCKS = LinearCrossEntropyConfig(FwdParams(blocksize_m=3), BwdParams(blocksize_m=3, blocksize_n=4))
+BLOCKS = LinearCrossEntropyXlaConfig(3, 3, 4)
 GROUPS = {"lhs": random(40, 4), "rhs": random(3, 4, 5)}
 SIZES = {"group_sizes": np.array([[10, 0, 30], [1, 2, 3], [0, 0, 0]])}
 NORM = NormXlaConfig(backward_block_m=2)

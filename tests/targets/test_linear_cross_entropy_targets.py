@@ -8,7 +8,7 @@ import pytest
 
 from ejkernel import targets
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropy
-from ejkernel.ops import Kernel
+from ejkernel.ops import Implementation, Kernel
 
 USABLE = {entry.target.name for entry in targets.available() if entry.usable}
 LOSS = LinearCrossEntropy()
@@ -20,36 +20,34 @@ def no_worker_is_left_behind():
     targets.stop_workers()
 
 
-class Both(Kernel):
-    """The loss of every row and its gradients as one program, for the compilers."""
+def both_passes(item):
+    """The implementation with the loss of every row and its gradients as one forward pass."""
 
-    def __init__(self):
-        super().__init__(name="linear_cross_entropy_and_gradients")
-
-    def run_pallas(self, hidden, weight, labels, dout, *, cfg, **options):
+    def forward(hidden, weight, labels, dout, *, cfg, **options):
         args, options = (hidden, weight, labels), {**options, "cfg": cfg}
-        out, saved = LOSS.fwd_with_residuals_pallas(*args, **options)
-        return out, LOSS.vjp_pallas(saved, out, dout, *args, **options)
+        if item.name == "triton":  # the gradients are XLA's
+            return item.forward(*args, **options)
+        out, saved = item.forward_with_residuals(*args, **options)
+        return out, item.backward(saved, None, dout, *args, **options)
 
-    def run_triton(self, hidden, weight, labels, dout, *, cfg, **options):
-        # The gradients are XLA's.
-        return LOSS.run_triton(hidden, weight, labels, cfg=cfg, **options)
-
-    def heuristic_cfg_pallas(self, inv):
-        return LOSS.heuristic_cfg_pallas(_loss_alone(inv))
-
-    def heuristic_cfg_triton(self, inv):
-        return LOSS.heuristic_cfg_triton(_loss_alone(inv))
-
-    def candidate_cfgs_pallas(self, inv):
-        return LOSS.candidate_cfgs_pallas(_loss_alone(inv))[:1]
-
-    def candidate_cfgs_triton(self, inv):
-        return LOSS.candidate_cfgs_triton(_loss_alone(inv))[::8]
+    return Implementation(
+        name=item.name,
+        devices=item.devices,
+        config=item.config,
+        heuristic=lambda inv: item.heuristic(_loss_alone(inv)),
+        space=lambda inv: list(item.space(_loss_alone(inv)))[:1],
+        forward=forward,
+    )
 
 
 def _loss_alone(inv):
     return LOSS.bind(*inv.args[:3], **inv.kwargs)
+
+
+class Both(Kernel):
+    """The loss of every row and its gradients as one program, for the compilers."""
+
+    implementations = tuple(both_passes(item) for item in LOSS.implementations[:2])
 
 
 @pytest.mark.parametrize(

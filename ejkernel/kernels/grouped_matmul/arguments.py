@@ -62,9 +62,9 @@ class Arguments:
         return (dout, self.lhs) if self.transpose_rhs else (self.lhs, dout)
 
     @property
-    def contracted(self) -> tuple[tuple[int], tuple[int]]:
-        """The axes of a row and of a matrix that a product sums over."""
-        return (1,), (1 if self.transpose_rhs else 0,)
+    def summed(self) -> tuple[int, int]:
+        """The axes of `lhs` and of a matrix that a product sums over."""
+        return 1, 1 if self.transpose_rhs else 0
 
     @property
     def sizes(self) -> tuple[int, int, int]:

@@ -17,6 +17,7 @@ from jax import lax
 
 from ejkernel.ops import Implementation, Invocation, Limits, Supports
 
+from ..dot import dot
 from ..limits import LANES
 from .arguments import Arguments
 from .groups import Steps, grid_steps, with_rows_of_no_group
@@ -84,8 +85,8 @@ def times_matrices(
             if depth % block_k:  # what a block holds beyond its array is undefined
                 there = depth - k * block_k
                 left = _below(there, left, axis=1)
-                right = _below(there, right, axis=1 if call.transpose_rhs else 0)
-            total_ref[...] += _product(left, right, call.contracted, call.precision)
+                right = _below(there, right, axis=call.summed[1])
+            total_ref[...] += dot(left, right, call.summed, precision=call.precision)
 
         @pl.when(k == depth_blocks - 1)
         def _() -> None:
@@ -154,7 +155,7 @@ def matrix_gradients(
             # Both sides are zeroed: rows that are not this group's may hold an infinity.
             left = _keep(_rows_of_step(steps, step, block_m, block_k), left_ref[...])
             right = _keep(_rows_of_step(steps, step, block_m, block_n), right_ref[...])
-            total_ref[...] += _product(left, right, ((0,), (0,)), call.precision)
+            total_ref[...] += dot(left, right, (0, 0), precision=call.precision)
 
         @pl.when((step == last) | (group != steps.group[jnp.minimum(step + 1, last)]))
         def _() -> None:
@@ -183,13 +184,6 @@ def matrix_gradients(
     )
     out: jax.Array = kernel(*steps, lefts, rights)
     return out
-
-
-def _product(left: jax.Array, right: jax.Array, contracted: Any, precision: Any) -> jax.Array:
-    axes = (contracted, ((), ()))
-    return lax.dot_general(
-        left, right, axes, precision=precision, preferred_element_type=jnp.float32
-    )
 
 
 def _rows_of_step(steps: Steps, step: Any, block_m: int, width: int) -> jax.Array:

@@ -31,6 +31,7 @@ from jax import lax
 from ejkernel.ops import Implementation, Invocation, Limits
 from ejkernel.ops.core.varying import vary_alike
 
+from ..dot import dot
 from ..dtypes import accumulation_dtype
 from ..limits import COUNT
 from ..slicing import put_in_dim, take_in_dim
@@ -67,7 +68,11 @@ def times_matrices(call: Arguments, block_m: int) -> jax.Array:
     """`lhs[i] @ rhs[g]` for every row `i` of group `g`, `(m, n)`; zeros for rows of no group."""
     lhs, rhs = call.lhs, call.rhs
     rows, columns, _ = call.sizes
-    product = partial(_product, call.contracted, call.precision, call.dtype)
+    wide = accumulation_dtype(call.dtype)
+
+    def product(left: jax.Array, right: jax.Array) -> jax.Array:
+        found = dot(left, right, call.summed, dtype=wide, precision=call.precision)
+        return found.astype(call.dtype)
 
     if rhs.shape[0] == 1:
         of_all = partial(product, _wide(lhs), _wide(rhs[0]))
@@ -93,16 +98,16 @@ def matrix_gradients(call: Arguments, dout: jax.Array, block_m: int) -> jax.Arra
     lefts, rights = call.for_drhs(dout)
     rows, spans, dtype = lefts.shape[0], call.spans, call.rhs.dtype
     wide = accumulation_dtype(dtype)
-    product = partial(_product, ((0,), (0,)), call.precision)
+    product = partial(dot, summed=(0, 0), dtype=wide, precision=call.precision)
 
     if call.rhs.shape[0] == 1:
 
         def of_all() -> jax.Array:
-            return product(dtype, _wide(lefts), _wide(rights))[None]
+            return product(_wide(lefts), _wide(rights)).astype(dtype)[None]
 
         def of_some(mine: jax.Array) -> jax.Array:
             left, right = (jnp.where(mine, _wide(side), 0) for side in (lefts, rights))
-            return product(dtype, left, right)[None]
+            return product(left, right).astype(dtype)[None]
 
         return _if_all_rows(spans, rows, of_all, of_some)
 
@@ -115,7 +120,7 @@ def matrix_gradients(call: Arguments, dout: jax.Array, block_m: int) -> jax.Arra
         left = jnp.where(finite, _wide(lefts), jnp.nan)
         spread = jnp.where(mine[:, :, None], left[:, None, :], 0)
         right = jnp.where(finite & jnp.any(mine, 1, keepdims=True), _wide(rights), 0)
-        return product(dtype, spread, right)
+        return product(spread, right).astype(dtype)
 
     def add_group(group: jax.Array, start: jax.Array, end: jax.Array, out: jax.Array) -> jax.Array:
         def of_block(size: int, first: jax.Array) -> jax.Array:
@@ -123,7 +128,7 @@ def matrix_gradients(call: Arguments, dout: jax.Array, block_m: int) -> jax.Arra
             # Both sides are zeroed: a row of another group may hold an infinity.
             blocks = (_wide(take_in_dim(side, at, size)) for side in (lefts, rights))
             left, right = (jnp.where(mine, block, 0) for block in blocks)
-            return product(wide, left, right)
+            return product(left, right)
 
         def add_in_place(size: int, first: jax.Array, out: jax.Array) -> jax.Array:
             total = take_in_dim(out, group, 1)[0] + of_block(size, first)
@@ -140,19 +145,6 @@ def matrix_gradients(call: Arguments, dout: jax.Array, block_m: int) -> jax.Arra
 
     zeros = vary_alike(jnp.zeros(call.rhs.shape, dtype), lefts, rights, spans)
     return _over_groups(spans, add_group, zeros)
-
-
-def _product(
-    contracted: tuple[tuple[int], tuple[int]],
-    precision: Any,
-    dtype: jnp.dtype,
-    left: jax.Array,
-    right: jax.Array,
-) -> jax.Array:
-    wide = accumulation_dtype(dtype)
-    axes = (contracted, ((), ()))
-    product = lax.dot_general(left, right, axes, precision=precision, preferred_element_type=wide)
-    return product.astype(dtype)
 
 
 def _if_all_rows(

@@ -1,7 +1,21 @@
 """The loss of a language model's last layer without its logits in memory."""
 
-from .blocks import LinearCrossEntropyConfig
 from .kernel import LinearCrossEntropy
+from .pallas_gpu import LinearCrossEntropyGpuConfig
+from .pallas_tpu import LinearCrossEntropyTpuConfig
 from .reference import linear_cross_entropy_reference
+from .xla import LinearCrossEntropyXlaConfig
 
-__all__ = ["LinearCrossEntropy", "LinearCrossEntropyConfig", "linear_cross_entropy_reference"]
+LinearCrossEntropyConfig = (
+    LinearCrossEntropyXlaConfig | LinearCrossEntropyTpuConfig | LinearCrossEntropyGpuConfig
+)
+"""A config of any implementation; its class says of which."""
+
+__all__ = [
+    "LinearCrossEntropy",
+    "LinearCrossEntropyConfig",
+    "LinearCrossEntropyGpuConfig",
+    "LinearCrossEntropyTpuConfig",
+    "LinearCrossEntropyXlaConfig",
+    "linear_cross_entropy_reference",
+]

@@ -1,149 +1,174 @@
 """The forward pass of the loss on GPU, by Pallas' Triton backend: no logit leaves the chip.
 
-A program computes one tile of logits and writes two numbers per row, the log-sum-exp of the tile
-and (with label smoothing) the sum of its logits; XLA combines the tiles. The logit of the label is
+A program computes one block of logits and writes two numbers per row, the log-sum-exp of the block
+and (with label smoothing) the sum of its logits; XLA combines the blocks. The logit of the label is
 a product of two vectors per row, which XLA computes from the gathered weights.
 
 There is no Triton backward pass. The gradient of a block of rows, (rows x features) in float32,
 does not fit into registers, so a kernel would have to add to memory atomically, or compute the
 logits again for every part of the features. `xla.py` computes the gradients beside the loss with
-three calls of cuBLAS per chunk of rows and nothing twice.
-
-Example:
-    >>> import jax.numpy as jnp
-    >>> from .options import LossOptions
-    >>> hidden, weight, labels = jnp.zeros((8, 4)), jnp.zeros((4, 16)), jnp.arange(8)
-    >>> tile = dict(rows=16, vocab=16, depth=16, num_warps=4, num_stages=2, interpret=True)
-    >>> round(float(losses(hidden, weight, labels, None, LossOptions(), **tile)[0]), 4)  # log 16
-    2.7726
+three calls of cuBLAS per block of rows and nothing twice.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
-from .options import LossOptions
+from ejkernel.ops import Implementation, Invocation, Limits, Supports
+
+from ..limits import COUNT, TRITON_SIDE, launch
+from . import xla
+from .arguments import Arguments, Sizes, same_dtype
 
 
-def losses(
-    hidden: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
-    bias: jax.Array | None,
-    options: LossOptions,
-    *,
-    rows: int,
-    vocab: int,
-    depth: int,
-    num_warps: int,
-    num_stages: int,
-    interpret: bool = False,
-) -> jax.Array:
-    """The loss of every row; 0 where the label is to be ignored.
+@dataclasses.dataclass(frozen=True)
+class LinearCrossEntropyGpuConfig:
+    """Blocks of the forward kernel, how it is launched, and what XLA's gradients take at a time.
 
     Args:
-        hidden: ``(n, d)``.
-        weight: ``(d, vocab)``, or ``(vocab, d)`` with ``options.vocab_first``.
-        labels: ``(n,)``.
-        bias: ``(vocab,)`` or None.
-        options: What is computed.
-        rows: Rows of a tile, a power of two of at least 16.
-        vocab: Words of a tile, a power of two of at least 16.
-        depth: Features of a step, a power of two of at least 16.
-        num_warps: Warps of a program.
-        num_stages: Steps that are loaded ahead.
-        interpret: Run on any device, slowly.
+      block_m: rows, a power of two.
+      block_n: words, a power of two.
+      block_k: features of a step, a power of two.
+      num_warps: warps of a program.
+      num_stages: steps that are loaded ahead.
+      backward_block_m: rows of the loss with its gradients.
+      backward_block_n: words whose part of the gradient of `weight` is updated at a time.
     """
-    n, features = hidden.shape
-    words_axis = 0 if options.vocab_first else 1
-    words = weight.shape[words_axis]
-    tiles = pl.cdiv(words, vocab)
-    biases = () if bias is None else (bias,)
+
+    block_m: int = 128
+    block_n: int = 128
+    block_k: int = 32
+    num_warps: int = 8
+    num_stages: int = 3
+    backward_block_m: int = 1024
+    backward_block_n: int = 16384
+
+
+def losses(call: Arguments, cfg: LinearCrossEntropyGpuConfig, interpret: bool = False) -> jax.Array:
+    """The loss of every row; 0 where the label is to be ignored."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton as plgpu
+
+    from ..triton_blocks import joint, load, part, store
+
+    (rows, features), words, options = call.hidden.shape, call.words, call.options
+    word_blocks = pl.cdiv(words, cfg.block_n)
+    biases = () if call.bias is None else (call.bias,)
 
     def body(hidden_ref: Any, weight_ref: Any, *refs: Any) -> None:
         lse_ref, sum_ref = refs[len(biases) :]
-        row = pl.program_id(0) * rows + jnp.arange(rows)
-        word = pl.program_id(1) * vocab + jnp.arange(vocab)
-        row_real, word_real = row < n, word < words
+        first_row = pl.program_id(0) * cfg.block_m
+        row, my_rows = part(first_row, cfg.block_m, rows)
+        word, my_words = part(pl.program_id(1) * cfg.block_n, cfg.block_n, words)
 
         def add(step: Any, products: jax.Array) -> jax.Array:
-            feature = step * depth + jnp.arange(depth)
-            real = feature < features
-            left = plgpu.load(
-                hidden_ref.at[row[:, None], feature[None, :]],
-                mask=row_real[:, None] & real[None, :],
-                other=0.0,
-            )
+            feature, there = part(step * cfg.block_k, cfg.block_k, features)
+            left = load(hidden_ref.at[row, feature], joint(my_rows, there))
             if options.vocab_first:
-                right = plgpu.load(
-                    weight_ref.at[word[:, None], feature[None, :]],
-                    mask=word_real[:, None] & real[None, :],
-                    other=0.0,
-                ).T
+                right = load(weight_ref.at[word, feature], joint(my_words, there))
             else:
-                right = plgpu.load(
-                    weight_ref.at[feature[:, None], word[None, :]],
-                    mask=real[:, None] & word_real[None, :],
-                    other=0.0,
-                )
-            product: jax.Array = plgpu.dot(left, right)
-            return products + product
+                right = load(weight_ref.at[feature, word], joint(there, my_words))
+            products += plgpu.dot(left, right, trans_b=options.vocab_first)
+            return products
 
-        zero = jnp.zeros((rows, vocab), jnp.float32)
-        products = lax.fori_loop(0, pl.cdiv(features, depth), add, zero)
-        bias_tile = None
-        if bias is not None:
-            bias_tile = plgpu.load(refs[0].at[word], mask=word_real, other=0.0)[None, :]
-        logits = options.logits(products, bias_tile)
-        masked = jnp.where(word_real[None, :], logits, -jnp.inf)
-        largest = jnp.max(masked, axis=1)  # every tile has a word, so it is a number
-        total = jnp.sum(jnp.exp(masked - largest[:, None]), axis=1)
-        where = pl.program_id(1) * n + row
-        plgpu.store(lse_ref.at[where], largest + jnp.log(total), mask=row_real)
+        def masked(logits: jax.Array, other: float) -> jax.Array:
+            return logits if my_words is None else jnp.where(my_words[None, :], logits, other)
+
+        zero = jnp.zeros((cfg.block_m, cfg.block_n), jnp.float32)
+        products = lax.fori_loop(0, pl.cdiv(features, cfg.block_k), add, zero)
+        bias = load(refs[0].at[word], my_words)[None, :] if biases else None
+        logits = options.logits(products, bias)
+        real = masked(logits, -jnp.inf)
+        largest = jnp.max(real, axis=1)  # every block has a word, so it is a number
+        total = jnp.sum(jnp.exp(real - largest[:, None]), axis=1)
+        place = pl.ds(pl.program_id(1) * rows + first_row, cfg.block_m)
+        store(lse_ref.at[place], largest + jnp.log(total), my_rows)
         if options.label_smoothing:
-            sums = jnp.sum(jnp.where(word_real[None, :], logits, 0.0), axis=1)
-            plgpu.store(sum_ref.at[where], sums, mask=row_real)
+            store(sum_ref.at[place], jnp.sum(masked(logits, 0.0), axis=1), my_rows)
 
-    per_tile = jax.ShapeDtypeStruct((tiles * n,), jnp.float32)
+    per_block = jax.ShapeDtypeStruct((word_blocks * rows,), jnp.float32)
+    sums_shape = per_block if options.label_smoothing else per_block.update(shape=(1,))
     lse, sums = pl.pallas_call(
         body,
         # Neighbouring programs share their part of the weight, the larger array.
-        grid=(pl.cdiv(n, rows), tiles),
-        out_shape=[per_tile, per_tile if options.label_smoothing else per_tile.update(shape=(1,))],
-        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        grid=(pl.cdiv(rows, cfg.block_m), word_blocks),
+        out_shape=[per_block, sums_shape],
+        compiler_params=plgpu.CompilerParams(num_warps=cfg.num_warps, num_stages=cfg.num_stages),
         interpret=interpret,
         name="linear_cross_entropy_forward",
-    )(hidden, weight, *biases)
-    row_lse = jax.nn.logsumexp(lse.reshape(tiles, n), axis=0)
-    picked = _label_logits(hidden, weight, labels, bias, options)
-    total = jnp.sum(sums.reshape(tiles, n), axis=0) if options.label_smoothing else picked
+    )(call.hidden, call.weight, *biases)
+    row_lse = jax.nn.logsumexp(lse.reshape(word_blocks, rows), axis=0)
+    picked = _label_logits(call)
+    total = picked
+    if options.label_smoothing:
+        total = jnp.sum(sums.reshape(word_blocks, rows), axis=0)
     found = options.loss(row_lse, picked, total, words, row_lse)
-    return jnp.where(labels == options.ignore_index, 0.0, found)
+    return jnp.where(call.counts, found, 0.0)
 
 
-def default_tile(itemsize: int) -> tuple[int, int, int]:
-    """Rows, words and depth of a tile: 16 KiB of each operand in a step."""
-    return 128, 128, 64 if itemsize == 2 else 32
+def _label_logits(call: Arguments) -> jax.Array:
+    known = (call.labels >= 0) & (call.labels < call.words)
+    index = jnp.where(known, call.labels, 0)
+    rows = jnp.take(call.weight, index, axis=call.words_axis)
+    rows = rows if call.options.vocab_first else rows.T
+    products = jnp.sum(call.hidden.astype(jnp.float32) * rows.astype(jnp.float32), axis=-1)
+    bias = None if call.bias is None else jnp.take(call.bias, index)
+    return jnp.where(known, call.options.logits(products, bias), jnp.nan)
 
 
-def _label_logits(
-    hidden: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
-    bias: jax.Array | None,
-    options: LossOptions,
-) -> jax.Array:
-    axis = 0 if options.vocab_first else 1
-    known = (labels >= 0) & (labels < weight.shape[axis])
-    index = jnp.where(known, labels, 0)
-    rows = jnp.take(weight, index, axis=axis)
-    rows = rows if options.vocab_first else rows.T
-    products = jnp.sum(hidden.astype(jnp.float32) * rows.astype(jnp.float32), axis=-1)
-    logits = options.logits(products, None if bias is None else jnp.take(bias, index))
-    return jnp.where(known, logits, jnp.nan)
+def forward(*args: jax.Array, cfg: LinearCrossEntropyGpuConfig, **options: Any) -> jax.Array:
+    """The loss alone."""
+    call = Arguments.of(*args, **options)
+    return call.reduced(losses(call, cfg))
+
+
+def forward_with_residuals(
+    *args: jax.Array, cfg: LinearCrossEntropyGpuConfig, **options: Any
+) -> tuple[jax.Array, Any]:
+    """The loss; summed or averaged it comes with its gradients, from cuBLAS."""
+    if options.get("reduction", "mean") == "none":
+        return forward(*args, cfg=cfg, **options), None
+    return xla.forward_with_residuals(*args, cfg=cfg, **options)
+
+
+def _heuristic(inv: Invocation[Any, Any]) -> LinearCrossEntropyGpuConfig:
+    """Not measured: 16 KiB of each operand in a step."""
+    sizes = Sizes.of(inv)
+    block_k = 64 if sizes.itemsize == 2 else 32
+    return LinearCrossEntropyGpuConfig(128, 128, block_k, 8, 3, *xla.gradient_blocks(sizes))
+
+
+def _space(inv: Invocation[Any, Any]) -> list[LinearCrossEntropyGpuConfig]:
+    gradient_blocks = xla.gradient_blocks(Sizes.of(inv))
+    return [
+        LinearCrossEntropyGpuConfig(*blocks, num_warps, num_stages, *gradient_blocks)
+        for blocks in ((128, 128, 32), (128, 128, 64), (128, 256, 32), (64, 128, 64))
+        for num_warps in (4, 8)
+        for num_stages in (2, 3)
+    ]
+
+
+PALLAS_GPU: Implementation[LinearCrossEntropyGpuConfig, jax.Array] = Implementation(
+    name="triton",
+    devices=("gpu",),
+    config=LinearCrossEntropyGpuConfig,
+    heuristic=_heuristic,
+    space=_space,
+    supports=Supports(
+        dtypes=("float32", "bfloat16", "float16"), without=("vocab_axes",), rules=(same_dtype,)
+    ),
+    limits=Limits(
+        dict.fromkeys(("block_m", "block_n", "block_k"), TRITON_SIDE)
+        | launch("")
+        | dict.fromkeys(("backward_block_m", "backward_block_n"), COUNT)
+    ),
+    forward=forward,
+    forward_with_residuals=forward_with_residuals,
+    backward=xla.backward,
+    reads_out=False,
+)

@@ -1,4 +1,4 @@
-"""The loss on TPU: tiles of logits that never leave the chip.
+"""The loss on TPU: blocks of logits that never leave the chip.
 
 **Forward.** Rows in the outer, vocabulary in the inner dimension of the grid: every row keeps the
 largest logit so far and the sum of exponentials relative to it, as in flash attention, and the part
@@ -8,87 +8,82 @@ of the loss that is linear in the logits.
 walks over the vocabulary and adds up the gradient of a block of rows, the other walks over the rows
 and adds up that of a block of the vocabulary. That is five products instead of the three of
 `xla.py`, which on the other hand writes and reads its logits several times and the float32 gradient
-of the weight once per chunk of rows; by the figures of a v5e (197 TFLOP/s, 819 GB/s) the kernels
+of the weight once per block of rows; by the figures of a v5e (197 TFLOP/s, 819 GB/s) the kernels
 come out ahead up to about 4096 features and level beyond.
-
-Example:
-    >>> import jax.numpy as jnp
-    >>> from .options import LossOptions
-    >>> hidden, weight, labels = jnp.zeros((8, 4)), jnp.zeros((4, 16)), jnp.arange(8)
-    >>> options = LossOptions()
-    >>> loss, lse = losses(hidden, weight, labels, None, options, rows=8, vocab=16, interpret=True)
-    >>> round(float(loss[0]), 4)  # log 16
-    2.7726
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
-from .options import LossOptions
+from ejkernel.ops import Implementation, Invocation, Limits, Supports
+
+from ..dot import dot
+from ..limits import LANES, SUBLANES
+from .arguments import Arguments, Sizes, same_dtype
 
 # Finite, because -inf - -inf is NaN; its exponential is exactly zero all the same.
 _MASKED = float(np.finfo(np.float32).min)
 
 
-def losses(
-    hidden: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
-    bias: jax.Array | None,
-    options: LossOptions,
-    *,
-    rows: int,
-    vocab: int,
-    interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """The loss of every row (0 where ignored), and its log-sum-exp.
+@dataclasses.dataclass(frozen=True)
+class LinearCrossEntropyTpuConfig:
+    """Blocks of logits: rows, multiples of 8, and words, multiples of 128.
 
     Args:
-        hidden: ``(n, d)``.
-        weight: ``(d, vocab)``, or ``(vocab, d)`` with ``options.vocab_first``.
-        labels: ``(n,)``.
-        bias: ``(vocab,)`` or None.
-        options: What is computed.
-        rows: Rows of a tile, a multiple of 8.
-        vocab: Words of a tile, a multiple of 128.
-        interpret: Run on any device, slowly.
+      block_m: rows, in the forward pass.
+      block_n: words, in the forward pass.
+      backward_block_m: rows, in both kernels of the backward pass.
+      backward_block_n: words, in both kernels of the backward pass.
     """
-    grid = _Grid(hidden, weight, options, rows, vocab)
-    inputs = grid.inputs(hidden, weight, labels, bias)
-    steps = grid.column_blocks
+
+    block_m: int = 256
+    block_n: int = 512
+    backward_block_m: int = 256
+    backward_block_n: int = 256
+
+
+def losses(
+    call: Arguments, cfg: LinearCrossEntropyTpuConfig, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """The loss of every row (0 where ignored), and its log-sum-exp."""
+    from jax.experimental import pallas as pl
+
+    options = call.options
+    grid = _Grid(call, cfg.block_m, cfg.block_n)
+    inputs = grid.inputs()
 
     def body(*refs: Any) -> None:
         *given, lse_ref, linear_ref, largest_ref, total_ref = refs
-        tile = _Tile(grid, dict(zip(inputs, given, strict=True)), pl.program_id(1))
-        logits = tile.logits()
+        step = pl.program_id(1)
+        block = _Block(grid, dict(zip(inputs, given, strict=True)), step)
+        logits = block.logits()
 
-        @pl.when(pl.program_id(1) == 0)
+        @pl.when(step == 0)
         def _() -> None:
             largest_ref[...] = jnp.full_like(largest_ref, _MASKED)
             total_ref[...] = jnp.zeros_like(total_ref)
             linear_ref[...] = jnp.zeros_like(linear_ref)
 
-        masked = tile.masked(logits, _MASKED)
+        masked = block.masked(logits, _MASKED)
         before = largest_ref[...]
         largest = jnp.maximum(before, jnp.max(masked, axis=1, keepdims=True))
         new = jnp.sum(jnp.exp(masked - largest), axis=1, keepdims=True)
         total_ref[...] = total_ref[...] * jnp.exp(before - largest) + new
         largest_ref[...] = largest
-        share = jnp.where(tile.is_label(), 1.0 - options.label_smoothing, 0.0)
+        share = jnp.where(block.is_label(), 1.0 - options.label_smoothing, 0.0)
         if options.label_smoothing:
-            share = share + options.label_smoothing / grid.vocab
-        contributions = tile.masked(share * logits, 0.0)
+            share = share + options.label_smoothing / call.words
+        contributions = block.masked(share * logits, 0.0)
         linear_ref[...] += jnp.sum(contributions, axis=1, keepdims=True)
 
-        @pl.when(pl.program_id(1) == steps - 1)
+        @pl.when(step == grid.word_blocks - 1)
         def _() -> None:
             lse_ref[...] = largest_ref[...] + jnp.log(total_ref[...])
 
@@ -97,90 +92,85 @@ def losses(
         body,
         inputs,
         outputs={"rows_lse": column, "rows_linear": column},
-        scratch=[(grid.rows, 1), (grid.rows, 1)],
-        inner="columns",
+        scratch=[(grid.block_m, 1), (grid.block_m, 1)],
+        inner="words",
         name="linear_cross_entropy_forward",
         interpret=interpret,
     )
-    n = hidden.shape[0]
-    lse, linear = lse[:n, 0], linear[:n, 0]
+    rows, labels = call.hidden.shape[0], call.labels
+    lse, linear = lse[:rows, 0], linear[:rows, 0]
     loss = lse - linear + (options.z_loss * lse * lse if options.z_loss else 0.0)
-    known = (labels >= 0) & (labels < grid.vocab)
-    loss = jnp.where(known, loss, jnp.nan)
+    loss = jnp.where((labels >= 0) & (labels < call.words), loss, jnp.nan)
     return jnp.where(labels == options.ignore_index, 0.0, loss), lse
 
 
 def gradients(
-    hidden: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
+    call: Arguments,
     lse: jax.Array,
     factors: jax.Array,
-    bias: jax.Array | None,
-    options: LossOptions,
-    *,
-    rows: int,
-    vocab: int,
+    cfg: LinearCrossEntropyTpuConfig,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Gradients of ``sum(factors * losses)`` for hidden, weight and bias.
 
     Args:
-        hidden: As in :func:`losses`, and so are the arguments that are not listed here.
         lse: Second result of :func:`losses`.
-        factors: ``(n,)``; rows to be ignored are treated as if theirs were 0.
+        factors: ``(rows,)``; rows to be ignored are treated as if theirs were 0.
     """
-    grid = _Grid(hidden, weight, options, rows, vocab)
-    factors = jnp.where(labels != options.ignore_index, factors.astype(jnp.float32), 0.0)
-    inputs = grid.inputs(hidden, weight, labels, bias)
-    inputs |= {"rows_lse": grid.column(lse), "rows_factors": grid.column(factors)}
+    from jax.experimental import pallas as pl
+
+    hidden, weight = call.hidden, call.weight
+    grid = _Grid(call, cfg.backward_block_m, cfg.backward_block_n)
+    factors = jnp.where(call.counts, factors.astype(jnp.float32), 0.0)
+    inputs = grid.inputs() | {"rows_lse": grid.column(lse), "rows_factors": grid.column(factors)}
 
     def hidden_body(*refs: Any) -> None:
         *given, out_ref, sum_ref = refs
         step = pl.program_id(1)
-        tile = _Tile(grid, dict(zip(inputs, given, strict=True)), step)
+        block = _Block(grid, dict(zip(inputs, given, strict=True)), step)
         _start(sum_ref, step)
-        gradient = tile.gradient().astype(weight.dtype)
+        gradient = block.gradient().astype(weight.dtype)
         # Beyond the vocabulary the weights are anything, and zero times anything may be NaN.
-        words = tile.masked(tile.weight, 0, axis=grid.words_axis)
-        sum_ref[...] += _product(gradient, words, (1, grid.words_axis))
-        _finish(out_ref, sum_ref, step, grid.column_blocks)
+        words = block.masked(block.weight, 0, axis=call.words_axis)
+        sum_ref[...] += dot(gradient, words, (1, call.words_axis))
+        _finish(out_ref, sum_ref, step, grid.word_blocks)
 
     (dhidden,) = grid.call(
         hidden_body,
         inputs,
-        outputs={"hidden": jax.ShapeDtypeStruct((grid.padded_rows, grid.features), hidden.dtype)},
-        scratch=[(grid.rows, grid.features)],
-        inner="columns",
+        outputs={"hidden": jax.ShapeDtypeStruct((grid.padded_rows, hidden.shape[1]), hidden.dtype)},
+        scratch=[(grid.block_m, hidden.shape[1])],
+        inner="words",
         name="linear_cross_entropy_dhidden",
         interpret=interpret,
     )
 
     def weight_body(*refs: Any) -> None:
         step = pl.program_id(1)
-        tile = _Tile(grid, dict(zip(inputs, refs, strict=False)), pl.program_id(0))
+        block = _Block(grid, dict(zip(inputs, refs, strict=False)), pl.program_id(0))
         outputs = refs[len(inputs) :]
         sums = outputs[len(outputs) // 2 :]
         for sum_ref in sums:
             _start(sum_ref, step)
-        gradient = tile.gradient()
-        factor = gradient.astype(hidden.dtype)
-        left, right = (factor, tile.hidden) if options.vocab_first else (tile.hidden, factor)
-        sums[0][...] += _product(left, right, (0, 0))
-        if bias is not None:
+        gradient = block.gradient()
+        narrow = gradient.astype(hidden.dtype)
+        left, right = (block.hidden, narrow) if call.words_axis else (narrow, block.hidden)
+        sums[0][...] += dot(left, right, (0, 0))
+        if call.bias is not None:
             sums[1][...] += jnp.sum(gradient, axis=0, keepdims=True)
         for out_ref, sum_ref in zip(outputs, sums, strict=False):
             _finish(out_ref, sum_ref, step, grid.row_blocks)
 
-    tile_shape = grid.weight_tile
     outputs = {"weight": jax.ShapeDtypeStruct(weight.shape, weight.dtype)}
-    if bias is not None:
-        outputs["bias"] = jax.ShapeDtypeStruct((1, grid.vocab), jnp.float32)
+    scratch = [grid.weight_block]
+    if call.bias is not None:
+        outputs["bias"] = jax.ShapeDtypeStruct((1, call.words), jnp.float32)
+        scratch.append((1, grid.block_n))
     dweight, *dbias = grid.call(
         weight_body,
         inputs,
         outputs=outputs,
-        scratch=[tile_shape] if bias is None else [tile_shape, (1, grid.columns)],
+        scratch=scratch,
         inner="rows",
         name="linear_cross_entropy_dweight",
         interpret=interpret,
@@ -188,83 +178,35 @@ def gradients(
     return dhidden[: hidden.shape[0]], dweight, dbias[0][0] if dbias else None
 
 
-def default_tile(
-    n: int, features: int, vocab: int, itemsize: int, *, backward: bool
-) -> tuple[int, int]:
-    """Rows and words of a tile: the largest that fits into VMEM, as square as may be.
-
-    Beyond 512 of each the matrix unit is busy all the time, and only the compiler has more to do:
-    it unrolls a tile's products, and takes minutes for 512 x 512 x 4096.
-    """
-    fitting = [
-        (rows, words)
-        for rows in (512, 256, 128, 64)
-        for words in (512, 256, 128)
-        if fits(rows, words, features, itemsize, backward=backward)
-        and rows * words * features <= 2**28
-    ]
-    rows, words = max(fitting or [(64, 128)], key=lambda tile: (min(tile), sum(tile)))
-    return min(rows, -(-n // 8) * 8), min(words, -(-vocab // 128) * 128)
-
-
-def fits(rows: int, words: int, features: int, itemsize: int, *, backward: bool) -> bool:
-    """Whether a tile fits into VMEM, with an eighth left for what the compiler needs."""
-    needed = _tile_bytes(rows, words, features, itemsize, backward=backward)
-    return needed <= _vmem_limit() * 7 // 8
-
-
-def _tile_bytes(rows: int, words: int, features: int, itemsize: int, *, backward: bool) -> int:
-    """About the VMEM that a tile needs: blocks twice, sums, the logits and what comes of them."""
-    blocks = 2 * itemsize * features * (rows + words)
-    logits = (4 if backward else 3) * 4 * rows * words
-    largest = max(rows, words) * features
-    return blocks + logits + (largest * (4 + 2 * itemsize) if backward else 0)
-
-
-def _vmem_limit() -> int:
-    """VMEM of a kernel: half of what the chip has, but the default of 16 MiB at least."""
-    if not pltpu.is_tpu_device():  # lowered or interpreted elsewhere
-        return 16 * 2**20
-    capacity: int = pltpu.get_tpu_info().vmem_capacity_bytes
-    return max(16 * 2**20, min(64 * 2**20, capacity // 2))
-
-
 class _Grid:
-    """How rows and vocabulary are cut into tiles, and the blocks that a tile reads and writes."""
+    """How rows and vocabulary are cut into blocks, and what a step of the grid reads and writes."""
 
-    def __init__(
-        self, hidden: jax.Array, weight: jax.Array, options: LossOptions, rows: int, vocab: int
-    ) -> None:
-        n, self.features = hidden.shape
-        self.options = options
-        self.words_axis = 0 if options.vocab_first else 1
-        self.vocab = weight.shape[self.words_axis]
-        self.rows = min(rows, -(-n // 8) * 8)
-        self.columns = min(vocab, self.vocab)
-        self.row_blocks = pl.cdiv(n, self.rows)
-        self.column_blocks = pl.cdiv(self.vocab, self.columns)
-        self.padded_rows = self.row_blocks * self.rows
-
-    @property
-    def weight_tile(self) -> tuple[int, int]:
-        shape = (self.columns, self.features)
-        return shape if self.options.vocab_first else shape[::-1]
+    def __init__(self, call: Arguments, block_m: int, block_n: int) -> None:
+        rows, features = call.hidden.shape
+        self.arguments = call
+        self.block_m = min(block_m, -(-rows // 8) * 8)
+        self.block_n = min(block_n, call.words)
+        self.row_blocks = -(-rows // self.block_m)
+        self.word_blocks = -(-call.words // self.block_n)
+        self.padded_rows = self.row_blocks * self.block_m
+        weight_block = (self.block_n, features)
+        self.weight_block = weight_block if call.options.vocab_first else weight_block[::-1]
 
     def column(self, values: jax.Array, fill: int = 0) -> jax.Array:
-        """One number per row, as a matrix of one column, padded to whole tiles."""
+        """One number per row, as a matrix of one column, padded to whole blocks."""
         missing = self.padded_rows - values.shape[0]
         return jnp.pad(values, (0, missing), constant_values=fill)[:, None]
 
-    def inputs(
-        self, hidden: jax.Array, weight: jax.Array, labels: jax.Array, bias: jax.Array | None
-    ) -> dict[str, jax.Array]:
-        missing = self.padded_rows - hidden.shape[0]
+    def inputs(self) -> dict[str, jax.Array]:
+        call = self.arguments
+        missing = self.padded_rows - call.hidden.shape[0]
+        labels = call.labels.astype(jnp.int32)
         given = {
-            "hidden": jnp.pad(hidden, ((0, missing), (0, 0))) if missing else hidden,
-            "weight": weight,
-            "rows_labels": self.column(labels.astype(jnp.int32), self.options.ignore_index),
+            "hidden": jnp.pad(call.hidden, ((0, missing), (0, 0))) if missing else call.hidden,
+            "weight": call.weight,
+            "rows_labels": self.column(labels, call.options.ignore_index),
         }
-        return given if bias is None else given | {"bias": bias[None, :]}
+        return given if call.bias is None else given | {"bias": call.bias[None, :]}
 
     def call(
         self,
@@ -273,32 +215,34 @@ class _Grid:
         *,
         outputs: dict[str, jax.ShapeDtypeStruct],
         scratch: list[tuple[int, int]],
-        inner: Literal["rows", "columns"],
+        inner: Literal["rows", "words"],
         name: str,
         interpret: bool,
     ) -> list[jax.Array]:
-        def block(key: str) -> pl.BlockSpec:
-            shape, row, column = {
-                "hidden": ((self.rows, self.features), True, False),
-                "bias": ((1, self.columns), False, True),
-                "weight": (self.weight_tile, False, True),
-            }.get(key, ((self.rows, 1), True, False))
-            by_row = column and self.options.vocab_first and key == "weight"
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import tpu as pltpu
 
+        def spec(key: str) -> pl.BlockSpec:
             def index(outer: Any, inside: Any) -> tuple[Any, Any]:
-                i, j = (outer, inside) if inner == "columns" else (inside, outer)
-                if row:
-                    return i, 0
-                return (j, 0) if by_row else (0, j)
+                row, word = (outer, inside) if inner == "words" else (inside, outer)
+                if key not in ("weight", "bias"):
+                    return row, 0
+                first = key == "weight" and self.arguments.options.vocab_first
+                return (word, 0) if first else (0, word)
 
-            return pl.BlockSpec(shape, index)
+            shapes = {
+                "hidden": (self.block_m, self.arguments.hidden.shape[1]),
+                "weight": self.weight_block,
+                "bias": (1, self.block_n),
+            }
+            return pl.BlockSpec(shapes.get(key, (self.block_m, 1)), index)
 
-        sizes = (self.row_blocks, self.column_blocks)
+        blocks = (self.row_blocks, self.word_blocks)
         results: list[jax.Array] = pl.pallas_call(
             body,
-            grid=sizes if inner == "columns" else sizes[::-1],
-            in_specs=[block(key) for key in inputs],
-            out_specs=[block(key) for key in outputs],
+            grid=blocks if inner == "words" else blocks[::-1],
+            in_specs=[spec(key) for key in inputs],
+            out_specs=[spec(key) for key in outputs],
             out_shape=list(outputs.values()),
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
             compiler_params=pltpu.CompilerParams(
@@ -310,61 +254,180 @@ class _Grid:
         return results
 
 
-class _Tile:
-    """One tile of logits, computed from the blocks that are in VMEM."""
+class _Block:
+    """One block of logits, computed from what is in VMEM."""
 
-    def __init__(self, grid: _Grid, refs: dict[str, Any], column_block: Any) -> None:
-        self.grid, self.refs = grid, refs
-        self.first_word = column_block * grid.columns
+    def __init__(self, grid: _Grid, refs: dict[str, Any], word_block: Any) -> None:
+        self.grid, self.refs, self.arguments = grid, refs, grid.arguments
+        self.first_word = word_block * grid.block_n
         self.hidden, self.weight = refs["hidden"][...], refs["weight"][...]
 
     def logits(self) -> jax.Array:
-        products = _product(self.hidden, self.weight, (1, 1 - self.grid.words_axis))
+        products = dot(self.hidden, self.weight, (1, 1 - self.arguments.words_axis))
         bias = self.refs["bias"][...] if "bias" in self.refs else None
-        return self.grid.options.logits(products, bias)
+        return self.arguments.options.logits(products, bias)
 
     def words(self, shape: tuple[int, ...], axis: int) -> jax.Array:
-        offset: jax.Array = lax.broadcasted_iota(jnp.int32, shape, axis)
-        found: jax.Array = offset + self.first_word
+        found: jax.Array = lax.broadcasted_iota(jnp.int32, shape, axis) + self.first_word
         return found
 
     def is_label(self) -> jax.Array:
         labels: jax.Array = self.refs["rows_labels"][...]
-        return self.words((self.grid.rows, self.grid.columns), 1) == labels
+        return self.words((self.grid.block_m, self.grid.block_n), 1) == labels
 
     def masked(self, values: jax.Array, other: float, axis: int = 1) -> jax.Array:
         """`values` with what lies beyond the vocabulary replaced."""
-        if self.grid.vocab % self.grid.columns == 0:
+        if self.arguments.words % self.grid.block_n == 0:
             return values
-        real = self.words(values.shape, axis) < self.grid.vocab
+        real = self.words(values.shape, axis) < self.arguments.words
         return jnp.where(real, values, jnp.asarray(other, values.dtype))
 
     def gradient(self) -> jax.Array:
         """Gradient of the products, 0 beyond the vocabulary."""
         logits, lse = self.logits(), self.refs["rows_lse"][...]
-        found = self.grid.options.product_gradients(
+        found = self.arguments.options.product_gradients(
             logits,
             jnp.exp(logits - lse),
             lse,
             self.is_label(),
             self.refs["rows_factors"][...],
-            self.grid.vocab,
+            self.arguments.words,
         )
         return self.masked(found, 0.0)
 
 
-def _product(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
-    axes = ((contracted[:1], contracted[1:]), ((), ()))
-    return lax.dot_general(a, b, axes, preferred_element_type=jnp.float32)
-
-
 def _start(sum_ref: Any, step: Any) -> None:
+    from jax.experimental import pallas as pl
+
     @pl.when(step == 0)
     def _() -> None:
         sum_ref[...] = jnp.zeros_like(sum_ref)
 
 
 def _finish(out_ref: Any, sum_ref: Any, step: Any, steps: int) -> None:
+    from jax.experimental import pallas as pl
+
     @pl.when(step == steps - 1)
     def _() -> None:
         out_ref[...] = sum_ref[...].astype(out_ref.dtype)
+
+
+def forward_with_residuals(
+    *args: jax.Array, cfg: LinearCrossEntropyTpuConfig, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The loss, and the log-sum-exp of every row."""
+    call = Arguments.of(*args, **options)
+    found, lse = losses(call, cfg)
+    return call.reduced(found), lse
+
+
+def forward(*args: jax.Array, cfg: LinearCrossEntropyTpuConfig, **options: Any) -> jax.Array:
+    """The loss alone."""
+    return forward_with_residuals(*args, cfg=cfg, **options)[0]
+
+
+def backward(
+    lse: jax.Array,
+    out: None,
+    dout: jax.Array,
+    *args: jax.Array,
+    cfg: LinearCrossEntropyTpuConfig,
+    **options: Any,
+) -> tuple[Any, ...]:
+    """The gradients, from logits that are computed again."""
+    call = Arguments.of(*args, **options)
+    return call.gradients(*gradients(call, lse, call.row_gradients(dout), cfg))
+
+
+def fits(rows: int, words: int, sizes: Sizes, *, backward: bool) -> bool:
+    """Whether a block fits into VMEM, with an eighth left for what the compiler needs."""
+    return _block_bytes(rows, words, sizes, backward=backward) <= _vmem_limit() * 7 // 8
+
+
+def _block_bytes(rows: int, words: int, sizes: Sizes, *, backward: bool) -> int:
+    """About the VMEM that a block needs: inputs twice, sums, the logits and what comes of them."""
+    inputs = 2 * sizes.itemsize * sizes.features * (rows + words)
+    logits = (4 if backward else 3) * 4 * rows * words
+    largest = max(rows, words) * sizes.features
+    return inputs + logits + (largest * (4 + 2 * sizes.itemsize) if backward else 0)
+
+
+def _vmem_limit() -> int:
+    """VMEM of a kernel: half of what the chip has, but the default of 16 MiB at least."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    if not pltpu.is_tpu_device():  # lowered or interpreted elsewhere
+        return 16 * 2**20
+    capacity: int = pltpu.get_tpu_info().vmem_capacity_bytes
+    return max(16 * 2**20, min(64 * 2**20, capacity // 2))
+
+
+def _features_fit(inv: Invocation[Any, Any]) -> str | None:
+    sizes = Sizes.of(inv)
+    if fits(64, 128, sizes, backward=True):
+        return None
+    return f"hidden has {sizes.features} features; 64 rows and 128 words of them do not fit"
+
+
+def _blocks(sizes: Sizes, *, backward: bool) -> tuple[int, int]:
+    """Rows and words of a block: the largest that fits into VMEM, as square as may be.
+
+    Beyond 512 of each the matrix unit is busy all the time, and only the compiler has more to do:
+    it unrolls a block's products, and takes minutes for 512 x 512 x 4096.
+    """
+    fitting = [
+        (rows, words)
+        for rows in (512, 256, 128, 64)
+        for words in (512, 256, 128)
+        if fits(rows, words, sizes, backward=backward) and rows * words * sizes.features <= 2**28
+    ]
+    rows, words = max(fitting or [(64, 128)], key=lambda block: (min(block), sum(block)))
+    return min(rows, -(-sizes.rows // 8) * 8), min(words, -(-sizes.vocab // 128) * 128)
+
+
+def _heuristic(inv: Invocation[Any, Any]) -> LinearCrossEntropyTpuConfig:
+    sizes = Sizes.of(inv)
+    return LinearCrossEntropyTpuConfig(
+        *_blocks(sizes, backward=False), *_blocks(sizes, backward=True)
+    )
+
+
+def _space(inv: Invocation[Any, Any]) -> list[LinearCrossEntropyTpuConfig]:
+    sizes, base = Sizes.of(inv), _heuristic(inv)
+    found = []
+    for rows in (128, 256, 512, 1024):
+        for words in (256, 512, 1024):
+            if rows * words * sizes.features > 2**29:
+                continue  # it would compile for minutes
+            if fits(rows, words, sizes, backward=False):
+                found.append(dataclasses.replace(base, block_m=rows, block_n=words))
+            if fits(rows, words, sizes, backward=True):
+                backward = {"backward_block_m": rows, "backward_block_n": words}
+                found.append(dataclasses.replace(base, **backward))
+    return found
+
+
+PALLAS_TPU: Implementation[LinearCrossEntropyTpuConfig, jax.Array] = Implementation(
+    name="pallas",
+    devices=("tpu",),
+    config=LinearCrossEntropyTpuConfig,
+    heuristic=_heuristic,
+    space=_space,
+    supports=Supports(
+        dtypes=("float32", "bfloat16"),
+        without=("vocab_axes",),
+        rules=(same_dtype, _features_fit),
+    ),
+    limits=Limits(
+        {
+            "block_m": SUBLANES,
+            "block_n": LANES,
+            "backward_block_m": SUBLANES,
+            "backward_block_n": LANES,
+        }
+    ),
+    forward=forward,
+    forward_with_residuals=forward_with_residuals,
+    backward=backward,
+    reads_out=False,
+)

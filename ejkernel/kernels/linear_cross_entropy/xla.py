@@ -1,7 +1,7 @@
 r"""The loss in plain JAX: some rows at a time, gradients in the same sweep.
 
-Only the logits of ``rows`` rows exist at a time. When the loss is differentiated, their softmax is
-at hand right then, so the gradients of these rows are computed at once,
+Only the logits of a block of rows exist at a time. When the loss is differentiated, their softmax
+is at hand right then, so the gradients of these rows are computed at once,
 
 .. math::
     \mathrm{dh} = G \, W^T, \qquad \mathrm{dW} \mathrel{+}= h^T G ,
@@ -12,149 +12,135 @@ memory. This takes the gradient of each row's loss beforehand, which is known wh
 or averaged: up to one factor, that is applied in the end.
 
 ``dW`` is too large to be added to as a whole (the product would exist beside it), so it is updated
-for ``vocab`` words at a time.
-
-Example:
-    >>> import jax.numpy as jnp
-    >>> hidden, weight, labels = jnp.ones((5, 4)), jnp.ones((4, 10)), jnp.arange(5)
-    >>> losses(hidden, weight, labels, None, LossOptions(), rows=2).shape
-    (5,)
-    >>> found = losses_and_gradients(
-    ...     hidden, weight, labels, jnp.ones(5), None, LossOptions(), rows=2, vocab=4
-    ... )
-    >>> found.dhidden.shape, found.dweight.shape
-    ((5, 4), (4, 10))
+for some words at a time.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.ops.core.varying import vary_alike
+from ejkernel.ops import Implementation, Invocation, Limits, device_kind
 
+from ..dot import dot
 from ..dtypes import accumulation_dtype
+from ..limits import COUNT
+from ..row_blocks import in_row_blocks
 from ..slicing import put_in_dim, take_in_dim
+from .arguments import Arguments, Sizes
 from .options import LossOptions
 
-
-class LossAndGradients(NamedTuple):
-    """Losses of the rows, and the gradients of a weighted sum of them."""
-
-    losses: jax.Array
-    dhidden: jax.Array
-    dweight: jax.Array
-    dbias: jax.Array | None
+Gradients = tuple[jax.Array, jax.Array, jax.Array | None]
+"""Of `hidden`, `weight` and `bias`, where there is one."""
 
 
-def losses(
-    hidden: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
-    bias: jax.Array | None,
-    options: LossOptions,
-    *,
-    rows: int,
-) -> jax.Array:
-    """The loss of every row; 0 where the label is to be ignored.
+@dataclasses.dataclass(frozen=True)
+class LinearCrossEntropyXlaConfig:
+    """How much is computed at a time.
 
     Args:
-        hidden: ``(n, d)``.
-        weight: ``(d, vocab)``, or ``(vocab, d)`` with ``options.vocab_first``.
-        labels: ``(n,)``.
-        bias: ``(vocab,)`` or None.
-        options: What is computed.
-        rows: Most rows whose logits exist at a time.
+      block_m: rows, if the loss is not differentiated.
+      backward_block_m: rows of the loss with its gradients.
+      backward_block_n: words whose part of the gradient of `weight` is updated at a time.
     """
-    chunks = _Chunks.of(hidden.shape[0], rows)
 
-    def of_rows(part: tuple[jax.Array, jax.Array]) -> jax.Array:
-        hidden, labels = part
-        unscaled = _unscaled_logits(hidden, weight, bias, options)
-        return _Softmax.of(unscaled, options).losses(labels, options)
+    block_m: int = 256
+    backward_block_m: int = 256
+    backward_block_n: int = 8192
 
-    if chunks.count == 1:
-        return of_rows((hidden, labels))
-    split = (chunks.split(hidden), chunks.split(labels, fill=options.ignore_index))
-    result: jax.Array = lax.map(of_rows, split)
-    return result.reshape(-1)[: hidden.shape[0]]
+
+def forward(*args: jax.Array, cfg: LinearCrossEntropyXlaConfig, **options: Any) -> jax.Array:
+    """The loss alone."""
+    call = Arguments.of(*args, **options)
+
+    def block(hidden: jax.Array, labels: jax.Array) -> tuple[jax.Array, None]:
+        unscaled = _unscaled_logits(hidden, call)
+        return _Softmax.of(unscaled, call.options).losses(labels, call.options), None
+
+    rows, like = (call.hidden, call.labels), (call.weight, call.bias)
+    losses, _ = in_row_blocks(block, rows, _even(cfg.block_m, call), like)
+    return call.reduced(losses)
+
+
+def forward_with_residuals(
+    *args: jax.Array, cfg: Any, **options: Any
+) -> tuple[jax.Array, Gradients | None]:
+    """The loss, and the gradients of the sum of the rows' losses."""
+    call = Arguments.of(*args, **options)
+    if call.reduction == "none":
+        # The gradients of the rows are not known yet: the logits have to be computed again.
+        return forward(*args, cfg=cfg, **options), None
+    losses, gradients = losses_and_gradients(call, call.sum_gradients(), cfg)
+    return call.reduced(losses), gradients
+
+
+def backward(
+    gradients: Gradients | None,
+    out: None,
+    dout: jax.Array,
+    *args: jax.Array,
+    cfg: Any,
+    **options: Any,
+) -> tuple[Any, ...]:
+    """The gradients, computed here or only multiplied with that of the result."""
+    call = Arguments.of(*args, **options)
+    if gradients is None:
+        return call.gradients(*losses_and_gradients(call, call.row_gradients(dout), cfg)[1])
+    # In float16 the gradient of a mean is so small that it would be rounded to zero; kept is that
+    # of the sum.
+    factor = dout * call.share()
+    return call.gradients(
+        *jax.tree.map(lambda a: (a.astype(factor.dtype) * factor).astype(a.dtype), gradients)
+    )
 
 
 def losses_and_gradients(
-    hidden: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
-    factors: jax.Array,
-    bias: jax.Array | None,
-    options: LossOptions,
-    *,
-    rows: int,
-    vocab: int,
-) -> LossAndGradients:
+    call: Arguments, factors: jax.Array, cfg: Any
+) -> tuple[jax.Array, Gradients]:
     """The loss of every row, and the gradients of ``sum(factors * losses)``.
 
-    Args:
-        hidden: As in :func:`losses`, and so are the arguments that are not listed here.
-        factors: ``(n,)``; rows to be ignored are treated as if theirs were 0.
-        vocab: Words for which the gradient of the weight is updated at a time.
-
-    Returns:
-        ``dhidden`` has the dtype of ``hidden``; the sums over rows are in the accumulation's.
+    That of `hidden` has the dtype of `hidden`; the sums over rows are in the accumulation's.
     """
-    dtype = accumulation_dtype(hidden.dtype)
-    factors = jnp.where(labels != options.ignore_index, factors.astype(dtype), 0.0)
-    chunks = _Chunks.of(hidden.shape[0], rows)
-    padded = chunks.pad(hidden)
-    padded_labels = chunks.pad(labels, fill=options.ignore_index)
-    padded_factors = chunks.pad(factors)
+    options, weight = call.options, call.weight
+    dtype = accumulation_dtype(call.hidden.dtype)
+    factors = jnp.where(call.counts, factors.astype(dtype), 0.0)
 
-    def add(i: Any, sums: LossAndGradients | None) -> LossAndGradients:
-        h, y, f = (chunks.take(a, i) for a in (padded, padded_labels, padded_factors))
-        unscaled = _unscaled_logits(h, weight, bias, options)
+    def block(hidden: jax.Array, labels: jax.Array, factors: jax.Array) -> tuple[Any, Any]:
+        unscaled = _unscaled_logits(hidden, call)
         softmax = _Softmax.of(unscaled, options)
-        words = lax.broadcasted_iota(jnp.int32, unscaled.shape, 1) + options.first_word(
-            unscaled.shape[1]
-        )
+        word = lax.broadcasted_iota(jnp.int32, unscaled.shape, 1) + options.first_word(call.words)
         gradient = options.product_gradients(
             options.scaled(unscaled),
             softmax.exponentials * (1.0 / softmax.total),
             softmax.lse,
-            words == y[:, None],
-            f[:, None],
-            options.vocabulary(unscaled.shape[1]),
+            word == labels[:, None],
+            factors[:, None],
+            options.vocabulary(call.words),
         )
         # Products of a matrix in bfloat16 with one in float32 would be computed in float32.
-        factor = gradient.astype(weight.dtype)
-        words_axis = 0 if options.vocab_first else 1
-        dhidden = _product(factor, weight, (1, words_axis), dtype).astype(hidden.dtype)
-        dbias = None if bias is None else jnp.dot(jnp.ones_like(f), gradient, precision="highest")
-        row_losses = softmax.losses(y, options)
-        if sums is None:
-            dweight = _weight_gradient(h, factor, options, dtype)
-            return LossAndGradients(row_losses, dhidden, dweight, dbias)
-        return LossAndGradients(
-            chunks.put(sums.losses, row_losses, i),
-            chunks.put(sums.dhidden, dhidden, i),
-            _add_weight_gradient(sums.dweight, h, factor, options, vocab),
-            None if dbias is None or sums.dbias is None else sums.dbias + dbias,
-        )
+        narrow = gradient.astype(weight.dtype)
+        dhidden = dot(narrow, weight, (1, call.words_axis), dtype=dtype).astype(hidden.dtype)
+        dbias = None
+        if call.bias is not None:
+            dbias = jnp.dot(jnp.ones_like(factors), gradient, precision="highest")
+        return (softmax.losses(labels, options), dhidden), (hidden, narrow, dbias)
 
-    if chunks.count == 1:
-        return add(0, None)
-    empty = LossAndGradients(
-        jnp.zeros(chunks.padded, dtype),
-        jnp.zeros_like(padded),
-        jnp.zeros_like(weight, dtype),
-        None if bias is None else jnp.zeros_like(bias, dtype),
-    )
-    empty = vary_alike(empty, hidden, weight, labels, factors, bias)
-    sums: LossAndGradients = lax.fori_loop(0, chunks.count, add, empty)
-    n = hidden.shape[0]
-    return sums._replace(losses=sums.losses[:n], dhidden=sums.dhidden[:n])
+    def add(sums: Any, parts: Any) -> Any:
+        hidden, gradient, dbias = parts
+        if sums is None:
+            return _weight_gradient(hidden, gradient, call), dbias
+        dweight = _add_weight_gradient(sums[0], hidden, gradient, call, cfg.backward_block_n)
+        return dweight, None if dbias is None else sums[1] + dbias
+
+    rows, like = (call.hidden, call.labels, factors), (weight, call.bias)
+    size = _even(cfg.backward_block_m, call)
+    (losses, dhidden), (dweight, dbias) = in_row_blocks(block, rows, size, like, add)
+    return losses, (dhidden, dweight, dbias)
 
 
 class _Softmax(NamedTuple):
@@ -207,72 +193,103 @@ class _Softmax(NamedTuple):
         return jnp.where(labels == options.ignore_index, 0.0, found)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Chunks:
-    """Rows in equal chunks: 1000 rows, at most 512 at a time, are 500 and 500."""
-
-    count: int
-    size: int
-
-    @staticmethod
-    def of(n: int, rows: int) -> _Chunks:
-        count = max(1, -(-n // max(1, rows)))
-        return _Chunks(count, -(-n // count))
-
-    @property
-    def padded(self) -> int:
-        return self.count * self.size
-
-    def pad(self, array: jax.Array, fill: int = 0) -> jax.Array:
-        widths = [(0, self.padded - array.shape[0])] + [(0, 0)] * (array.ndim - 1)
-        return jnp.pad(array, widths, constant_values=fill) if widths[0][1] else array
-
-    def split(self, array: jax.Array, fill: int = 0) -> jax.Array:
-        return self.pad(array, fill).reshape(self.count, self.size, *array.shape[1:])
-
-    def take(self, array: jax.Array, i: Any) -> jax.Array:
-        return take_in_dim(array, i * self.size, self.size)
-
-    def put(self, array: jax.Array, part: jax.Array, i: Any) -> jax.Array:
-        return put_in_dim(array, part, i * self.size)
+def _even(block_m: int, call: Arguments) -> int:
+    """Rows of blocks of about one size: 1000 rows, at most 512 at a time, are 500 and 500."""
+    rows = call.hidden.shape[0]
+    return -(-rows // -(-rows // block_m))
 
 
-def _unscaled_logits(
-    hidden: jax.Array, weight: jax.Array, bias: jax.Array | None, options: LossOptions
-) -> jax.Array:
-    products = _product(
-        hidden, weight, (1, 1 if options.vocab_first else 0), accumulation_dtype(hidden.dtype)
-    )
-    return options.unscaled(products, None if bias is None else bias[None, :])
+def _unscaled_logits(hidden: jax.Array, call: Arguments) -> jax.Array:
+    dtype = accumulation_dtype(hidden.dtype)
+    products = dot(hidden, call.weight, (1, 1 - call.words_axis), dtype=dtype)
+    return call.options.unscaled(products, None if call.bias is None else call.bias[None, :])
 
 
-def _product(a: jax.Array, b: jax.Array, contracted: tuple[int, int], dtype: Any) -> jax.Array:
-    axes = ((contracted[:1], contracted[1:]), ((), ()))
-    return lax.dot_general(a, b, axes, preferred_element_type=dtype)
-
-
-def _weight_gradient(
-    hidden: jax.Array, gradient: jax.Array, options: LossOptions, dtype: Any
-) -> jax.Array:
+def _weight_gradient(hidden: jax.Array, gradient: jax.Array, call: Arguments) -> jax.Array:
     """The gradient of the weights of the words that ``gradient`` has columns for."""
+    dtype = accumulation_dtype(hidden.dtype)
     hidden = hidden.astype(gradient.dtype)
-    pair = (gradient, hidden) if options.vocab_first else (hidden, gradient)
-    return _product(*pair, (0, 0), dtype)
+    pair = (gradient, hidden) if call.options.vocab_first else (hidden, gradient)
+    return dot(*pair, (0, 0), dtype=dtype)
 
 
 def _add_weight_gradient(
-    dweight: jax.Array, hidden: jax.Array, gradient: jax.Array, options: LossOptions, vocab: int
+    dweight: jax.Array, hidden: jax.Array, gradient: jax.Array, call: Arguments, block_n: int
 ) -> jax.Array:
-    axis = 0 if options.vocab_first else 1
-    size = dweight.shape[axis]
-    vocab = min(vocab, size)
+    axis, block_n = call.words_axis, min(block_n, call.words)
 
     def add(start: Any, words: int, dweight: jax.Array) -> jax.Array:
         part = take_in_dim(gradient, start, words, axis=1)
-        found = _weight_gradient(hidden, part, options, dweight.dtype)
+        found = _weight_gradient(hidden, part, call)
         found = found + take_in_dim(dweight, start, words, axis)
         return put_in_dim(dweight, found, start, axis)
 
-    whole = size // vocab
-    dweight = lax.fori_loop(0, whole, lambda j, sums: add(j * vocab, vocab, sums), dweight)
-    return add(whole * vocab, size % vocab, dweight) if size % vocab else dweight
+    whole, rest = divmod(call.words, block_n)
+    dweight = lax.fori_loop(0, whole, lambda j, sums: add(j * block_n, block_n, sums), dweight)
+    return add(whole * block_n, rest, dweight) if rest else dweight
+
+
+def loss_rows(sizes: Sizes) -> int:
+    """Rows whose logits exist at a time, if only the loss is wanted.
+
+    On a CPU (interleaved timings, two Zen 3 cores): logits are read again and should be near, so
+    4 MiB of them, or 256 rows; 1024 rows of 10,000 words took 1.7 times as long. Elsewhere: logits
+    of 256 MiB.
+    """
+    most = 2**20 if device_kind() == "cpu" else 2**26
+    return min(sizes.rows, max(256, most // sizes.vocab))
+
+
+def gradient_blocks(sizes: Sizes) -> tuple[int, int]:
+    """With gradients: rows at a time, and words whose weights are updated at a time.
+
+    On a CPU (interleaved timings, two Zen 3 cores), by the size of the weight's gradient, which
+    every block of rows reads and writes:
+
+    * Up to 32 MiB that is cheap, and logits should be near: about 8 MiB of them, all words at a
+      time. 1024 rows of 64 features and 10,000 words took 0.5 of the time of one block, 0.8 of
+      that of 4096 words at a time; 13 other sizes 0.88 to 1.0 of that of 1024 words. Fewer than
+      256 rows took up to 1.1 of the time of 256, and with 1024 features 512 rows 0.96 of it.
+    * Beyond, few blocks are fast ones: 512 rows of 50,257 words and 1024 features took 1.0 of the
+      plain loss's time in one block, 1.6 in two, 2.1 in four. Logits of 128 MiB are allowed, and
+      256 rows whatever they need. The product that is added to the gradient should stay in the
+      cache: 1024 words of 1024 features, 4 MiB.
+
+    Elsewhere: logits of 256 MiB, and few enough steps that each fills the device.
+    """
+    if device_kind() != "cpu":
+        return loss_rows(sizes), min(sizes.vocab, 16384)
+    if sizes.features * sizes.vocab <= 2**23:
+        near = 2 ** round(math.log2(2**21 / sizes.vocab))
+        return min(sizes.rows, max(256, sizes.features // 2, near)), sizes.vocab
+    rows = max(256, 2**25 // sizes.vocab)
+    return min(sizes.rows, rows), min(sizes.vocab, max(256, 2**20 // sizes.features))
+
+
+def _heuristic(inv: Invocation[Any, Any]) -> LinearCrossEntropyXlaConfig:
+    sizes = Sizes.of(inv)
+    return LinearCrossEntropyXlaConfig(loss_rows(sizes), *gradient_blocks(sizes))
+
+
+def _space(inv: Invocation[Any, Any]) -> list[LinearCrossEntropyXlaConfig]:
+    # The passes do not share anything, so each is varied while the other stays as it is.
+    base, sizes = _heuristic(inv), Sizes.of(inv)
+    blocks = [rows for rows in (128, 256, 512, 1024) if rows < 2 * sizes.rows]
+    words = dict.fromkeys(min(words, sizes.vocab) for words in (1024, 8192, sizes.vocab))
+    return [
+        *(dataclasses.replace(base, block_m=rows) for rows in blocks),
+        *(LinearCrossEntropyXlaConfig(base.block_m, m, n) for m in blocks for n in words),
+    ]
+
+
+XLA: Implementation[LinearCrossEntropyXlaConfig, jax.Array] = Implementation(
+    name="xla",
+    config=LinearCrossEntropyXlaConfig,
+    heuristic=_heuristic,
+    space=_space,
+    limits=Limits(dict.fromkeys(("block_m", "backward_block_m", "backward_block_n"), COUNT)),
+    forward=forward,
+    forward_with_residuals=forward_with_residuals,
+    backward=backward,
+    reads_out=False,
+)
