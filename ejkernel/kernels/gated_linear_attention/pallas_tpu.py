@@ -40,13 +40,7 @@ def prepare(
 
 
 def _walk(
-    step: Step,
-    state: jax.Array,
-    inputs: Arrays,
-    outputs: Arrays,
-    *,
-    reverse: bool,
-    interpret: bool,
+    step: Step, state: jax.Array, inputs: Arrays, outputs: Arrays, reverse: bool, interpret: bool
 ) -> tuple[jax.Array, ...]:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
