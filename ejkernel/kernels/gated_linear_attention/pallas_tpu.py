@@ -55,7 +55,7 @@ def _walk(
         def _() -> None:
             carried[...] = first[...]
 
-        if not reverse:
+        if not reverse:  # the first output: the states before the chunks
             output_refs.pop(0)[...] = carried[...]
         carried[...], found = step(carried[...], *(ref[...] for ref in input_refs))
         for ref, result in zip(output_refs, found, strict=True):
