@@ -175,10 +175,7 @@ def _space(inv: Invocation[Any, Any]) -> list[GatedLinearAttentionXlaConfig]:
     return [
         *(vary(chunk_size=1, block_m=rows) for rows in sizes),
         *(vary(backward_chunk_size=1, backward_block_m=rows) for rows in sizes),
-        *(
-            GatedLinearAttentionXlaConfig(chunk_size=size, backward_chunk_size=size)
-            for size in (32, 64, 128)
-        ),
+        *(vary(chunk_size=size, backward_chunk_size=size) for size in (32, 64, 128)),
     ]
 
 
