@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -91,6 +91,13 @@ def refuse_empty(operation: str, name: str, array: Any) -> None:
     """Raise if an axis has no elements."""
     if 0 in array.shape:
         raise ValueError(f"{operation}: {name} has shape {array.shape}; no axis may be empty")
+
+
+def check_one_dtype(operation: str, arrays: Mapping[str, jax.Array]) -> None:
+    """Raise if the arrays, by name, are not all of one dtype."""
+    if len({array.dtype for array in arrays.values()}) > 1:
+        given = ", ".join(f"{name} {array.dtype}" for name, array in arrays.items())
+        raise TypeError(f"{operation}: all arrays must have one dtype, got {given}; cast them")
 
 
 def checked_flag(operation: str, name: str, value: Any) -> bool:

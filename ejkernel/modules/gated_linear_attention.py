@@ -105,15 +105,6 @@ def gated_linear_attention(
     >>> bool(jnp.allclose(jnp.concatenate([first, rest], 1), out, atol=1e-5))
     True
     """
-    arrays, options = checked(
-        q,
-        k,
-        v,
-        g,
-        scale=scale,
-        initial_state=initial_state,
-        segment_ids=segment_ids,
-        return_state=return_state,
-    )
+    arrays, options = checked(q, k, v, g, scale, initial_state, segment_ids, return_state)
     options |= given_options("gated_linear_attention", implementation, cfg)
     return _kernel(*arrays, **options)

@@ -54,15 +54,7 @@ def gated_linear_unit(
     >>> gated_linear_unit(x, w_gate, w_up).shape
     (2, 10, 32)
     """
-    arrays, options = checked(
-        x,
-        w_gate,
-        w_up,
-        activation=activation,
-        b_gate=b_gate,
-        b_up=b_up,
-        precision=precision,
-        recompute=recompute,
-    )
+    biases = (b_gate, b_up)
+    arrays, options = checked(x, w_gate, w_up, activation, biases, precision, recompute)
     options |= given_options("gated_linear_unit", implementation, cfg)
     return _kernel(*arrays, **options)

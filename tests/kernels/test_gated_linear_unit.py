@@ -22,7 +22,7 @@ from ejkernel.kernels.gated_linear_unit import (
     pallas_tpu,
 )
 from ejkernel.kernels.gated_linear_unit.arguments import Arguments
-from ejkernel.kernels.gated_linear_unit.pallas import passes_of
+from ejkernel.kernels.gated_linear_unit.passes import passes_of
 from ejkernel.modules import gated_linear_unit
 from ejkernel.ops import NotSupported
 from ejkernel.targets.lowering import standing_on
@@ -171,8 +171,8 @@ def test_interpreted_kernels_equal_the_reference(name, stacked):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_gradients_of_the_pallas_implementations(name, recompute):
     module, cfg = PALLAS[name]
-    backward = GatedLinearUnit().implementation(name).backward
-    _, ahead = passes_of(partial(module.project, interpret=True))
+    passes = passes_of(partial(module.project, interpret=True))
+    ahead, backward = passes["forward_with_residuals"], passes["backward"]
     x, weights, biases, dout = inputs(19, 16, 16)
     options = {
         "activation": "silu",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -58,20 +59,49 @@ class Gradients(NamedTuple):
     state: jax.Array
 
 
+def passes_of(
+    run: Callable[[Arguments, Any], tuple[jax.Array, jax.Array, Any]],
+    run_backward: Callable[[Arguments, Any, Any, jax.Array, jax.Array | None], Gradients],
+) -> dict[str, Any]:
+    """What an `Implementation` wants to know about its passes.
+
+    Args:
+      run: `run(call, cfg)` gives the outputs, the last state and residuals.
+      run_backward: `run_backward(call, cfg, residuals, dout, dstate)` gives the gradients; `dstate`
+        is None if the state was not returned.
+    """
+
+    def forward_with_residuals(*args: jax.Array, cfg: Any, **options: Any) -> tuple[Any, Any]:
+        call = Arguments(*args, **options)
+        out, state, residuals = run(call, cfg)
+        return ((out, state) if call.return_state else out), residuals
+
+    def forward(*args: jax.Array, cfg: Any, **options: Any) -> Any:
+        return forward_with_residuals(*args, cfg=cfg, **options)[0]
+
+    def backward(
+        residuals: Any, out: None, dout: Any, *args: jax.Array, cfg: Any, **options: Any
+    ) -> tuple[Any, ...]:
+        call = Arguments(*args, **options)
+        dout, dstate = dout if call.return_state else (dout, None)
+        *gradients, dinitial = run_backward(call, cfg, residuals, dout, dstate)
+        by_keyword = () if call.initial_state is None else ({"initial_state": dinitial},)
+        return *gradients[: len(args)], *by_keyword
+
+    return {
+        "forward": forward,
+        "forward_with_residuals": forward_with_residuals,
+        "backward": backward,
+        "reads_out": False,
+    }
+
+
 def checked(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    *,
-    scale: Any,
-    initial_state: Any,
-    segment_ids: Any,
-    return_state: Any,
+    q: Any, k: Any, v: Any, g: Any, scale: Any, state: Any, segment_ids: Any, return_state: Any
 ) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
     """The arguments and keywords of the kernel from those of a user; errors name what is wrong."""
     arrays = {"q": q, "k": k, "v": v}
-    arrays |= {n: x for n, x in (("g", g), ("initial_state", initial_state)) if x is not None}
+    arrays |= {n: x for n, x in (("g", g), ("initial_state", state)) if x is not None}
     arrays = {name: checked_floating(_NAME, name, x) for name, x in arrays.items()}
     if segment_ids is not None:
         segment_ids = arrays["segment_ids"] = checked_integers(_NAME, "segment_ids", segment_ids)
@@ -81,7 +111,7 @@ def checked(
     if scale is not None:
         advice = "for a learned scale multiply q by it"
         options["scale"] = checked_number(_NAME, "scale", scale, advice=advice)
-    if initial_state is not None:
+    if state is not None:
         options["initial_state"] = arrays["initial_state"]
     if checked_flag(_NAME, "return_state", return_state):
         options["return_state"] = True

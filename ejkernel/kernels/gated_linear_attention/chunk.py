@@ -38,15 +38,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from .arguments import Gradients
 
 Precision: TypeAlias = lax.Precision | lax.DotAlgorithmPreset
-Level: TypeAlias = int | jax.Array
+Level: TypeAlias = int | Array
 Sums = TypeVar("Sums")
 
 MOST_TOKENS = 1024
@@ -72,13 +71,8 @@ class Chunk:
     dtype: DTypeLike = jnp.float32
 
     def forward(
-        self,
-        state: jax.Array,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        g: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
+        self, state: Array, q: Array, k: Array, v: Array, g: Array | None = None
+    ) -> tuple[Array, Array]:
         """The transposed state after the chunk, and the outputs."""
         since_begin, to_end, whole = self._decays(g, q)
         before = _rows_reached(self._dot_t(_decayed(q, since_begin), state), since_begin)
@@ -87,13 +81,13 @@ class Chunk:
 
     def backward(
         self,
-        state: jax.Array,
-        dstate: jax.Array,
-        dout: jax.Array,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        g: jax.Array | None = None,
+        state: Array,
+        dstate: Array,
+        dout: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        g: Array | None = None,
     ) -> Gradients:
         """Gradients, from the state before the chunk and the gradient of the one after it."""
         since_begin, to_end, whole = self._decays(g, q)
@@ -117,7 +111,7 @@ class Chunk:
         dq, dk = dq + _decayed(d_early, since_begin), dk + _decayed(d_late, to_end)
         return Gradients(dq, dk, dv, dg, dstate_before)
 
-    def _decays(self, g: jax.Array | None, like: jax.Array) -> tuple[jax.Array | None, ...]:
+    def _decays(self, g: Array | None, like: Array) -> tuple[Array | None, ...]:
         """From the chunk's beginning to each token, from behind it to the end, and of all."""
         if g is None:
             return None, None, None
@@ -129,22 +123,22 @@ class Chunk:
 
     # --- inside a chunk ---------------------------------------------------------------------------
 
-    def _inside(self, q: jax.Array, k: jax.Array, g: jax.Array | None) -> jax.Array:
+    def _inside(self, q: Array, k: Array, g: Array | None) -> Array:
         """The weights of the chunk's tokens for each other, zero above the diagonal."""
         t, j = self._token(0), self._token(1)
         scores = self._dot_t(q, k)
         if g is None or g.shape[1] == 1:
             return jnp.where(j <= t, _decayed(scores, self._between(g)), 0.0)
 
-        def add_level(level: Level, weights: jax.Array) -> jax.Array:
+        def add_level(level: Level, weights: Array) -> Array:
             decay = self._from_middle(g, level)
             return jnp.where(self._pairs(level), self._dot_t(q * decay, k * decay), weights)
 
         return self._for_levels(add_level, jnp.where(j == t, scores, 0.0))
 
     def _inside_backward(
-        self, q: jax.Array, k: jax.Array, g: jax.Array | None, dweights: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        self, q: Array, k: Array, g: Array | None, dweights: Array
+    ) -> tuple[Array, Array, Array | None]:
         t, j = self._token(0), self._token(1)
         if g is None or g.shape[1] == 1:
             decay, dg = self._between(g), None
@@ -157,9 +151,7 @@ class Chunk:
             return self._dot(dscores, k), self._dot(dscores.T, q), dg
         diagonal = jnp.where(j == t, dweights, 0.0)
 
-        def add_level(
-            level: Level, sums: tuple[jax.Array, jax.Array, jax.Array]
-        ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        def add_level(level: Level, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             dq, dk, dg = sums
             decay = self._from_middle(g, level)
             dscores = jnp.where(self._pairs(level), dweights, 0.0)
@@ -174,14 +166,14 @@ class Chunk:
         start = self._dot(diagonal, k), self._dot(diagonal.T, q), jnp.zeros_like(g)
         return self._for_levels(add_level, start)
 
-    def _between(self, g: jax.Array | None) -> jax.Array | None:
+    def _between(self, g: Array | None) -> Array | None:
         """The decay per head from token j to a later token t; none elsewhere."""
         if g is None:
             return None
         later = self._token(1) < self._token(0)
         return jnp.exp(self._sum(self._triangle(), jnp.where(later, g + self._zeros(), 0.0)))
 
-    def _from_middle(self, g: jax.Array, level: Level) -> jax.Array:
+    def _from_middle(self, g: Array, level: Level) -> Array:
         return jnp.exp(self._sum(self._middle(level), g))
 
     # --- matrices of zeros and ones ---------------------------------------------------------------
@@ -196,12 +188,12 @@ class Chunk:
             sums = add(level, sums)
         return sums
 
-    def _pairs(self, level: Level) -> jax.Array:
+    def _pairs(self, level: Level) -> Array:
         """Is t in a right half, and j in the left half beside it?"""
         t, j = self._token(0) >> level, self._token(1) >> level
         return (t == j + 1) & (t & 1 == 1)
 
-    def _middle(self, level: Level) -> jax.Array:
+    def _middle(self, level: Level) -> Array:
         """Which u lie between a token and the middle of its pair of halves."""
         t, u = self._token(0), self._token(1)
         # In a right half those up to t, in a left half those behind it.
@@ -209,26 +201,24 @@ class Chunk:
         beside = jnp.where(right == 1, t - u, u - t - 1) >= 0
         return self._ones_where((t >> level == u >> level) & beside)
 
-    def _triangle(self) -> jax.Array:
+    def _triangle(self) -> Array:
         return self._ones_where(self._token(1) <= self._token(0))
 
-    def _behind(self) -> jax.Array:
+    def _behind(self) -> Array:
         return self._ones_where(self._token(1) > self._token(0))
 
-    def _token(self, axis: int) -> jax.Array:
+    def _token(self, axis: int) -> Array:
         return lax.broadcasted_iota(jnp.int32, (self.size, self.size), axis)
 
-    def _zeros(self) -> jax.Array:
+    def _zeros(self) -> Array:
         return jnp.zeros((self.size, self.size), self.dtype)
 
-    def _ones_where(self, condition: jax.Array) -> jax.Array:
+    def _ones_where(self, condition: Array) -> Array:
         return jnp.where(condition, 1.0, self._zeros())
 
     # --- products ---------------------------------------------------------------------------------
 
-    def _dot(
-        self, a: jax.Array, b: jax.Array, axis: int = 0, precision: Precision | None = None
-    ) -> jax.Array:
+    def _dot(self, a: Array, b: Array, axis: int = 0, precision: Precision | None = None) -> Array:
         return lax.dot_general(
             a,
             b,
@@ -237,21 +227,21 @@ class Chunk:
             preferred_element_type=self.dtype,
         )
 
-    def _dot_t(self, a: jax.Array, b: jax.Array) -> jax.Array:
+    def _dot_t(self, a: Array, b: Array) -> Array:
         return self._dot(a, b, axis=1)
 
-    def _sum(self, ones: jax.Array, terms: jax.Array) -> jax.Array:
+    def _sum(self, ones: Array, terms: Array) -> Array:
         return self._dot(ones, terms, precision=self.exact)
 
 
-def _decayed(x: jax.Array, decay: jax.Array | None) -> jax.Array:
+def _decayed(x: Array, decay: Array | None) -> Array:
     """``x`` after a decay; of what is forgotten not even an infinity is left."""
     if decay is None:
         return x
     return jnp.where(decay == 0.0, 0.0, x * decay)
 
 
-def _rows_reached(x: jax.Array, decay: jax.Array | None) -> jax.Array:
+def _rows_reached(x: Array, decay: Array | None) -> Array:
     """The rows of which a decay leaves something in some channel, zeros for the others.
 
     A product with a row of zeros would do, were there no infinities in the state.

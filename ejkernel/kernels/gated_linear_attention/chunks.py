@@ -14,9 +14,8 @@ from typing import Any
 import jax
 
 from . import layout
-from .arguments import Arguments, Gradients
+from .arguments import Arguments, Gradients, passes_of
 from .chunk import Chunk
-from .passes import passes_of
 from .segments import NotFinite
 
 Step = Callable[..., tuple[jax.Array, tuple[jax.Array, ...]]]

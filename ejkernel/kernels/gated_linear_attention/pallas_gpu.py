@@ -54,6 +54,10 @@ def prepare(
     return chunk, partial(_walk, cfg=cfg, interpret=interpret)
 
 
+# Of the arrays of a walk those with value channels, and on which axis these are.
+_VALUE_AXIS = {"state": 1, "states": 2, "v": 3, "out": 3, "dv": 3, "dout": 3}
+
+
 def _walk(
     step: Step,
     state: jax.Array,
@@ -76,8 +80,9 @@ def _walk(
         *output_refs, last = refs[len(inputs) :]
 
         def one_chunk(number: jax.Array, state: jax.Array) -> jax.Array:
-            here, results = chunks - 1 - number if reverse else number, list(output_refs)
-            if not reverse:
+            here = chunks - 1 - number if reverse else number
+            results = list(output_refs)
+            if not reverse:  # the first output: the states before the chunks
                 results.pop(0)[here] = state
             state, found = step(state, *(ref[here] for ref in input_refs))
             for ref, result in zip(results, found, strict=True):
@@ -88,12 +93,11 @@ def _walk(
 
     def spec(name: str, x: Any) -> pl.BlockSpec:
         """All of a row, but of value channels one block."""
-        axes, by_value = range(len(x.shape)), _VALUE_AXIS.get(name)
-        sizes = {0: None, by_value: block_v}
-        return pl.BlockSpec(
-            tuple(sizes.get(axis, x.shape[axis]) for axis in axes),
-            lambda row, block: tuple({0: row, by_value: block}.get(axis, 0) for axis in axes),
-        )
+        shape: list[Any] = [None, *x.shape[1:]]
+        place = [0] * len(shape)
+        if name in _VALUE_AXIS:
+            shape[_VALUE_AXIS[name]], place[_VALUE_AXIS[name]] = block_v, 1
+        return pl.BlockSpec(shape, lambda row, block: (row, *(i * block for i in place[1:])))
 
     def output(name: str, x: Any) -> tuple[pl.BlockSpec, Any]:
         if name in _VALUE_AXIS:
@@ -115,9 +119,6 @@ def _walk(
         name=f"gated_linear_attention_{'backward' if reverse else 'forward'}",
     )(*inputs.values())
     return tuple(x.sum(0) if x.ndim == 5 else x for x in found)
-
-
-_VALUE_AXIS = {"state": 1, "states": 2, "v": 3, "out": 3, "dv": 3, "dout": 3}
 
 
 def _dims_fit(inv: Invocation[Any, Any]) -> str | None:

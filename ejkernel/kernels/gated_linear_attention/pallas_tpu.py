@@ -40,13 +40,7 @@ def prepare(
 
 
 def _walk(
-    step: Step,
-    state: jax.Array,
-    inputs: Arrays,
-    outputs: Arrays,
-    *,
-    reverse: bool,
-    interpret: bool,
+    step: Step, state: jax.Array, inputs: Arrays, outputs: Arrays, reverse: bool, interpret: bool
 ) -> tuple[jax.Array, ...]:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
@@ -61,7 +55,7 @@ def _walk(
         def _() -> None:
             carried[...] = first[...]
 
-        if not reverse:
+        if not reverse:  # the first output: the states before the chunks
             output_refs.pop(0)[...] = carried[...]
         carried[...], found = step(carried[...], *(ref[...] for ref in input_refs))
         for ref, result in zip(output_refs, found, strict=True):

@@ -33,7 +33,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from .arguments import Gradients
 
@@ -42,21 +42,15 @@ SEGMENT = 256
 
 
 def forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array | None,
-    state: jax.Array,
-    *,
-    segments: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+    q: Array, k: Array, v: Array, g: Array | None, state: Array, *, segments: bool = False
+) -> tuple[Array, Array]:
     """Outputs, ``(length, rows, value_dim)``, and the last state, ``(rows, key_dim, value_dim)``.
 
     ``g`` is ``(length, rows, key_dim)``, ``(length, rows, 1)`` or None. With ``segments`` a decay
     to zero forgets infinities and NaN too.
     """
 
-    def step(state: jax.Array, token: Any) -> tuple[jax.Array, jax.Array]:
+    def step(state: Array, token: Any) -> tuple[Array, Array]:
         q_t, k_t, v_t, g_t = token
         state = _decayed(state, g_t, 2, segments) + k_t[:, :, None] * v_t[:, None, :]
         return state, jnp.einsum("rk,rkv->rv", q_t, state)
@@ -66,13 +60,13 @@ def forward(
 
 
 def backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array | None,
-    dout: jax.Array,
-    state: jax.Array,
-    dstate: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array | None,
+    dout: Array,
+    state: Array,
+    dstate: Array,
     *,
     segments: bool = False,
 ) -> Gradients:
@@ -81,24 +75,24 @@ def backward(
     count = -(-length // SEGMENT)
     size = -(-length // count)
 
-    def cut(x: jax.Array) -> jax.Array:
+    def cut(x: Array) -> Array:
         """Into segments of equal length. What is appended changes no state and reads none."""
         x = jnp.pad(x, ((0, count * size - length), (0, 0), (0, 0)))
         return x.reshape(count, size, *x.shape[1:])
 
-    def join(x: jax.Array) -> jax.Array:
+    def join(x: Array) -> Array:
         return x.reshape(count * size, *x.shape[2:])[:length]
 
-    def step_ahead(state: jax.Array, token: Any) -> tuple[jax.Array, jax.Array]:
+    def step_ahead(state: Array, token: Any) -> tuple[Array, Array]:
         k_t, v_t, g_t, dout_t = token
         state = _decayed(state, g_t, 1, segments) + v_t[:, :, None] * k_t[:, None, :]
         return state, jnp.einsum("rvk,rv->rk", state, dout_t)
 
-    def segment_ahead(state: jax.Array, tokens: Any) -> tuple[jax.Array, Any]:
+    def segment_ahead(state: Array, tokens: Any) -> tuple[Array, Any]:
         state, dq = lax.scan(step_ahead, state, tokens)
         return state, (dq, state)
 
-    def step(carry: tuple[jax.Array, jax.Array | None], token: Any) -> tuple[Any, Any]:
+    def step(carry: tuple[Array, Array | None], token: Any) -> tuple[Any, Any]:
         dstate, dg = carry
         q_t, k_t, v_t, g_t, dout_t, dq_t = token
         dstate = dstate + dout_t[:, :, None] * q_t[:, None, :]
@@ -112,7 +106,7 @@ def backward(
         dg = jnp.where(jnp.exp(g_t) == 0.0, 0.0, dg)
         return (_decayed(dstate, g_t, 1, segments), dg), (dk_t, dv_t, dg)
 
-    def segment(dstate: jax.Array, tokens: Any) -> tuple[jax.Array, Any]:
+    def segment(dstate: Array, tokens: Any) -> tuple[Array, Any]:
         (_, _, _, g, _, _), last_state = tokens
         dg = None if g is None else _like_g(jnp.sum(dstate * last_state, axis=1), g[0])
         (dstate, _), gradients = lax.scan(step, (dstate, dg), tokens[0], reverse=True)
@@ -130,7 +124,7 @@ def backward(
     return Gradients._make([*joined, dstate.swapaxes(1, 2)])
 
 
-def _decayed(state: jax.Array, g: jax.Array | None, axis: int, segments: bool) -> jax.Array:
+def _decayed(state: Array, g: Array | None, axis: int, segments: bool) -> Array:
     """A state after a decay; ``axis`` is that of the value channels, which ``g`` does not have."""
     if g is None:
         return state
@@ -139,6 +133,6 @@ def _decayed(state: jax.Array, g: jax.Array | None, axis: int, segments: bool) -
     return jnp.where(decay == 0.0, 0.0, state * decay) if segments else state * decay
 
 
-def _like_g(by_channel: jax.Array, g: jax.Array) -> jax.Array:
+def _like_g(by_channel: Array, g: Array) -> Array:
     """Channels summed, if ``g`` has one number per row."""
     return by_channel if g.shape == by_channel.shape else by_channel.sum(axis=1, keepdims=True)

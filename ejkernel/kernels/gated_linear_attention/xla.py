@@ -22,9 +22,9 @@ from ejkernel.ops import Implementation, Invocation, Limit, Limits, device_kind
 from ..dtypes import accumulation_dtype
 from ..limits import COUNT
 from . import chunks, layout, steps
-from .arguments import Arguments, Gradients
+from .arguments import Arguments, Gradients, passes_of
 from .chunk import MOST_TOKENS, Chunk
-from .passes import passes_of
+from .chunks import Arrays, Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,12 +115,7 @@ def _chunk(call: Arguments, size: int) -> Chunk:
 
 
 def _walk(
-    step: chunks.Step,
-    state: jax.Array,
-    inputs: chunks.Arrays,
-    outputs: chunks.Arrays,
-    *,
-    reverse: bool,
+    step: Step, state: jax.Array, inputs: Arrays, outputs: Arrays, *, reverse: bool
 ) -> tuple[jax.Array, ...]:
     """A loop over chunks, of all rows at once."""
 
@@ -180,10 +175,7 @@ def _space(inv: Invocation[Any, Any]) -> list[GatedLinearAttentionXlaConfig]:
     return [
         *(vary(chunk_size=1, block_m=rows) for rows in sizes),
         *(vary(backward_chunk_size=1, backward_block_m=rows) for rows in sizes),
-        *(
-            GatedLinearAttentionXlaConfig(chunk_size=size, backward_chunk_size=size)
-            for size in (32, 64, 128)
-        ),
+        *(vary(chunk_size=size, backward_chunk_size=size) for size in (32, 64, 128)),
     ]
 
 

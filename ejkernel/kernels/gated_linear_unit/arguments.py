@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from ..arguments import (
+    check_one_dtype,
     checked_choice,
     checked_flag,
     checked_floating,
@@ -18,6 +19,7 @@ from ..arguments import (
 from .activations import ACTIVATIONS
 
 _NAME = "gated_linear_unit"
+_BIASES = ("b_gate", "b_up")
 _OTHER_NAMES = {"swish": "silu", "gelu_exact": "gelu", "gelu_approximate": "gelu_tanh"}
 
 Weights = tuple[jax.Array, ...]
@@ -35,28 +37,16 @@ class Arguments:
     weights: Weights  # (k, n) twice, or one (k, 2 n)
     biases: tuple[jax.Array | None, jax.Array | None]
     activation: str
-    precision: Any
-    recompute: bool
+    precision: Any = None
+    recompute: bool = False
 
     @staticmethod
     def of(
-        x: jax.Array,
-        *weights: jax.Array,
-        activation: str,
-        b_gate: jax.Array | None = None,
-        b_up: jax.Array | None = None,
-        precision: Any = None,
-        recompute: bool = False,
+        x: jax.Array, *weights: jax.Array, b_gate: Any = None, b_up: Any = None, **options: Any
     ) -> Arguments:
         """From the arguments of the kernel."""
         matrices = tuple(w.reshape(w.shape[0], -1) for w in weights)
-        rows = x.reshape(-1, x.shape[-1])
-        return Arguments(rows, matrices, (b_gate, b_up), activation, precision, recompute)
-
-    @property
-    def columns(self) -> int:
-        """Columns of the output."""
-        return width_of(self.weights)
+        return Arguments(x.reshape(-1, x.shape[-1]), matrices, (b_gate, b_up), **options)
 
 
 def width_of(weights: Weights) -> int:
@@ -66,30 +56,21 @@ def width_of(weights: Weights) -> int:
 
 
 def checked(
-    x: Any,
-    w_gate: Any,
-    w_up: Any,
-    *,
-    activation: Any,
-    b_gate: Any,
-    b_up: Any,
-    precision: Any,
-    recompute: Any,
+    x: Any, w_gate: Any, w_up: Any, activation: Any, biases: Any, precision: Any, recompute: Any
 ) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
     """The arguments and keywords of the kernel from those of a user; errors name what is wrong."""
-    arrays = {"x": checked_floating(_NAME, "x", x)}
-    arrays["w_gate"] = checked_floating(_NAME, "w_gate", w_gate)
-    if w_up is not None:
-        arrays["w_up"] = checked_floating(_NAME, "w_up", w_up)
+    given = {"x": x, "w_gate": w_gate} | ({} if w_up is None else {"w_up": w_up})
+    arrays = {name: checked_floating(_NAME, name, array) for name, array in given.items()}
     for name, array in arrays.items():
         refuse_empty(_NAME, name, array)
-    if len({array.dtype for array in arrays.values()}) > 1:
-        shown = ", ".join(f"{name} {array.dtype}" for name, array in arrays.items())
-        raise TypeError(f"{_NAME}: all arrays must have one dtype, got {shown}; cast them")
+    check_one_dtype(_NAME, arrays)
     x, *weights = arrays.values()
     _check_shapes(x, *weights)
-    options: dict[str, Any] = {"activation": _checked_activation(activation)}
-    options |= _checked_biases(b_gate, b_up, width_of(tuple(weights)), stacked=w_up is None)
+    if isinstance(activation, str):
+        activation = _OTHER_NAMES.get(activation, activation)
+    activation = checked_choice(_NAME, "activation", activation, tuple(ACTIVATIONS))
+    options: dict[str, Any] = {"activation": activation}
+    options |= _checked_biases(biases, width_of(tuple(weights)), stacked=w_up is None)
     if precision is not None:
         options["precision"] = checked_precision(_NAME, precision)
     if checked_flag(_NAME, "recompute", recompute):
@@ -118,18 +99,12 @@ def _check_shapes(x: jax.Array, w: jax.Array, w_up: jax.Array | None = None) -> 
         )
 
 
-def _checked_biases(b_gate: Any, b_up: Any, columns: int, *, stacked: bool) -> dict[str, jax.Array]:
-    given = {"b_gate": b_gate, "b_up": b_up}
-    biases = {n: checked_floating(_NAME, n, b) for n, b in given.items() if b is not None}
+def _checked_biases(given: Any, columns: int, *, stacked: bool) -> dict[str, jax.Array]:
+    named = zip(_BIASES, given, strict=True)
+    biases = {n: checked_floating(_NAME, n, bias) for n, bias in named if bias is not None}
     if stacked and list(biases) == ["b_gate"] and biases["b_gate"].size == 2 * columns:
-        biases = dict(zip(given, biases["b_gate"].reshape(2, columns), strict=True))
+        biases = dict(zip(_BIASES, biases["b_gate"].reshape(2, columns), strict=True))
     for name, bias in biases.items():
         if bias.shape != (columns,):
             raise ValueError(f"{_NAME}: {name} has shape {bias.shape}; it must be ({columns},)")
     return biases
-
-
-def _checked_activation(activation: Any) -> str:
-    if isinstance(activation, str):
-        activation = _OTHER_NAMES.get(activation, activation)
-    return checked_choice(_NAME, "activation", activation, tuple(ACTIVATIONS))

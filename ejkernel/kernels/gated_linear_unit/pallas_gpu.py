@@ -13,9 +13,8 @@ from ejkernel.ops import Implementation, Invocation, Limits, Supports
 
 from ..limits import COUNT, TRITON_SIDE, launch
 from .activations import ACTIVATIONS
-from .arguments import Arguments
-from .pallas import passes_of
-from .xla import backward, row_count
+from .arguments import Arguments, width_of
+from .passes import passes_of, row_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +41,7 @@ def project(
 
     from ..triton_blocks import joint, load, part, store
 
-    (rows, depth), columns = call.x.shape, call.columns
+    (rows, depth), columns = call.x.shape, width_of(call.weights)
     gate_function = _gelu if call.activation == "gelu" else ACTIVATIONS[call.activation]
     given = [bias for bias in call.biases if bias is not None]
     offset = columns if len(call.weights) == 1 else 0  # where the other weight's columns begin
@@ -116,8 +115,6 @@ def _space(inv: Invocation[Any, Any]) -> list[GatedLinearUnitGpuConfig]:
     ]
 
 
-forward, forward_with_residuals = passes_of(project)
-
 PALLAS_GPU: Implementation[GatedLinearUnitGpuConfig, jax.Array] = Implementation(
     name="triton",
     devices=("gpu",),
@@ -130,8 +127,5 @@ PALLAS_GPU: Implementation[GatedLinearUnitGpuConfig, jax.Array] = Implementation
         | launch("")
         | {"backward_block_m": COUNT}
     ),
-    forward=forward,
-    forward_with_residuals=forward_with_residuals,
-    backward=backward,
-    reads_out=False,
+    **passes_of(project),
 )

@@ -18,8 +18,7 @@ from ejkernel.ops import Implementation, Invocation, Limits, Supports
 from ..limits import COUNT, LANES
 from .activations import gated
 from .arguments import Arguments, width_of
-from .pallas import passes_of
-from .xla import backward, row_count
+from .passes import passes_of, row_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +41,9 @@ def project(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    (rows, depth), columns = call.x.shape, call.columns
-    block_m, block_n, block_k = (
-        min(cfg.block_m, rows),
-        min(cfg.block_n, columns),
-        min(cfg.block_k, depth),
-    )
+    (rows, depth), columns = call.x.shape, width_of(call.weights)
+    block_m, block_n = min(cfg.block_m, rows), min(cfg.block_n, columns)
+    block_k = min(cfg.block_k, depth)
     column_blocks, depth_blocks = pl.cdiv(columns, block_n), pl.cdiv(depth, block_k)
     given = [bias.reshape(1, columns) for bias in call.biases if bias is not None]
 
@@ -110,12 +106,10 @@ def project(
 
 
 def _halves_are_whole_blocks(inv: Invocation[Any, Any]) -> str | None:
-    if len(inv.args) == 2 and width_of(inv.args[1:]) % 128:
-        return (
-            f"w_gate {inv.args[1].shape} holds both weights, and half of its columns are no "
-            "multiple of 128"
-        )
-    return None
+    if len(inv.args) == 3 or width_of(inv.args[1:]) % 128 == 0:
+        return None
+    shape = inv.args[1].shape
+    return f"w_gate {shape} holds both weights, and half of its columns are no multiple of 128"
 
 
 def _block_divides_the_halves(
@@ -124,10 +118,7 @@ def _block_divides_the_halves(
     columns = width_of(inv.args[1:])
     if len(inv.args) == 3 or columns % min(cfg.block_n, columns) == 0:
         return None
-    return (
-        f"block_n={cfg.block_n} must divide the {columns} columns of each of the two weights that "
-        "w_gate holds"
-    )
+    return f"block_n={cfg.block_n} must divide the {columns} columns of each weight in w_gate"
 
 
 def _block_n(inv: Invocation[Any, Any], largest: int) -> int:
@@ -154,8 +145,6 @@ def _space(inv: Invocation[Any, Any]) -> list[GatedLinearUnitTpuConfig]:
     ]
 
 
-forward, forward_with_residuals = passes_of(project)
-
 PALLAS_TPU: Implementation[GatedLinearUnitTpuConfig, jax.Array] = Implementation(
     name="pallas",
     devices=("tpu",),
@@ -167,8 +156,5 @@ PALLAS_TPU: Implementation[GatedLinearUnitTpuConfig, jax.Array] = Implementation
         {"block_m": LANES, "block_n": LANES, "block_k": LANES, "backward_block_m": COUNT},
         rules=(_block_divides_the_halves,),
     ),
-    forward=forward,
-    forward_with_residuals=forward_with_residuals,
-    backward=backward,
-    reads_out=False,
+    **passes_of(project),
 )

@@ -24,18 +24,8 @@ def gated_linear_unit_reference(
         \mathrm{out} = f(x W_\mathrm{gate} + b_\mathrm{gate}) \odot
             (x W_\mathrm{up} + b_\mathrm{up})
 
-    Args:
-        x: Rows, ``(..., k)``.
-        weights: ``w_gate`` and ``w_up``, each ``(k, n)``, or one ``(k, 2 n)`` with the columns of
-            ``w_gate`` first, or ``(k, 2, n)``.
-        activation: The name of :math:`f`, of :data:`.activations.ACTIVATIONS`.
-        b_gate: ``(n,)``, or none.
-        b_up: ``(n,)``, or none.
-        precision: Not used: the reference is as exact as float32 (or float64) is.
-        recompute: Not used: it is about the gradient's memory.
-
-    Returns:
-        ``(..., n)`` in the dtype of ``x``.
+    Arguments are those of :class:`.kernel.GatedLinearUnit`. ``precision`` and ``recompute`` are not
+    used: this is as exact as float32 (or float64) is, and JAX differentiates it.
 
     Example:
         >>> import jax.numpy as jnp
