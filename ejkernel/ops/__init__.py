@@ -5,6 +5,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from ..native import provide_environment
 from .config import (
     AutotunePolicy,
     ConfigCache,
@@ -65,6 +66,7 @@ from .utils import (
     default_key_builder_with_sharding,
     device_fingerprint,
     device_kind,
+    environment,
     extract_labels_from_hlo_text,
     find_labels_in_lowered,
     from_json,
@@ -148,6 +150,9 @@ __all__ = [
     "verify_bundle",
     "vmap_with_config",
 ]
+
+
+provide_environment(environment)  # of what is native, which lies below and asks nobody
 
 
 def __getattr__(name: str) -> Any:
