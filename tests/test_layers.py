@@ -26,14 +26,6 @@ ASSEMBLED = LAYERS.index(("ops",))
 # What puts the layers together names what lies above it, inside a function: loaded when needed.
 ASSEMBLY = {("ejkernel.ops", "ejkernel.fleet.agreement.job_agreement")}
 
-# Imports upwards that are still there. The list only becomes shorter: one that is gone fails too.
-KNOWN = {
-    ("ejkernel.native.calling", "ejkernel.ops.utils.primitives.new_primitive"),
-    ("ejkernel.native.loading", "ejkernel.ops.utils.environment"),
-    ("ejkernel.native.state", "ejkernel.ops.utils.environment"),
-    ("ejkernel.native.toolchain", "ejkernel.ops.utils.environment"),
-}
-
 
 def layer_of(module: str) -> int | None:
     """The number of a module's layer; None for the package itself, which holds its version."""
@@ -91,11 +83,11 @@ def test_every_folder_has_a_layer():
 
 
 def test_no_import_goes_upwards():
-    assert upwards() - KNOWN - ASSEMBLY == set()
+    assert upwards() - ASSEMBLY == set()
 
 
 def test_no_exception_outlives_its_reason():
-    assert (KNOWN | ASSEMBLY) - upwards() == set()
+    assert ASSEMBLY - upwards() == set()
 
 
 def test_an_import_upwards_is_seen_wherever_it_stands(tmp_path):

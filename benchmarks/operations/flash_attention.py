@@ -14,8 +14,9 @@ import numpy as np
 
 from benchmarks.side_by_side import Bound, Call, Comparison, outside_jax
 from ejkernel.kernels.flash_attention import FlashAttention
+from ejkernel.kernels.flash_attention.native import LIBRARY
 from ejkernel.modules import flash_attention
-from ejkernel.native import FLASH_ATTENTION, why_not
+from ejkernel.native import why_not
 
 KERNEL = FlashAttention()
 
@@ -31,7 +32,7 @@ TRACED = 1.5  # tracing, beside `jax.nn`
 
 
 def _implementations() -> list[str]:
-    return ["xla"] if why_not(FLASH_ATTENTION) else ["cpu", "xla"]
+    return ["xla"] if why_not(LIBRARY) else ["cpu", "xla"]
 
 
 def comparisons() -> Iterator[Comparison]:

@@ -49,6 +49,7 @@ def native_module() -> Any:
     """`ejkernel.native`, if this build of ejkernel has it."""
     if importlib.util.find_spec("ejkernel.native") is None:
         raise Failure("this build of ejkernel has no native kernels", Exit.MISSING)
+    importlib.import_module("ejkernel.modules")  # the operations say which libraries there are
     return importlib.import_module("ejkernel.native")
 
 

@@ -1,32 +1,36 @@
 """Kernels in C++, compiled on this machine for this machine when they are first needed.
 
-The wheel holds their source. A library is built with the C++ compiler that is found, kept in the
-cache folder, and called by XLA through its foreign function interface. Without a compiler
-everything works as before: the XLA implementations serve, and :func:`status` says why::
+The wheel holds their source, and the operation that has one declares it (`declare`). A library is
+built with the C++ compiler that is found, kept in the cache folder, and called by XLA through its
+foreign function interface. Without a compiler everything works as before: the XLA implementations
+serve, and `status` says why::
 
-    python -c "import ejkernel.native as native; print(native.build()); print(native.status())"
+    python -c "import ejkernel.modules; from ejkernel import native; print(native.build())"
 
 `EJKERNEL_NATIVE` says what is allowed: `auto` (build on first use), `built` (use what
 :func:`build` has made, never compile unasked), `off`.
 """
 
 from .calling import in_exports
-from .libraries import FLASH_ATTENTION, LIBRARIES, Library
-from .loading import load_libraries, loaded, why_not
-from .state import BuildFailed, Status, build, status
+from .libraries import Library, declare, declared_libraries
+from .loading import build, load_libraries, loaded, unavailable, why_not
+from .settings import provide_environment
+from .state import BuildFailed, Status, status
 from .toolchain import find_compiler
 
 __all__ = [
-    "FLASH_ATTENTION",
-    "LIBRARIES",
     "BuildFailed",
     "Library",
     "Status",
     "build",
+    "declare",
+    "declared_libraries",
     "find_compiler",
     "in_exports",
     "load_libraries",
     "loaded",
+    "provide_environment",
     "status",
+    "unavailable",
     "why_not",
 ]

@@ -16,8 +16,6 @@ from typing import Any
 import jax
 from jax.interpreters import batching, mlir
 
-from ejkernel.ops.utils.primitives import new_primitive
-
 Function = Callable[..., Any]
 
 # A user context is part of every jit key: what was lowered with another answer is not reused.
@@ -62,7 +60,9 @@ def _evaluate(traced: Any, *arrays: Any) -> Any:
     return jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *arrays)
 
 
-_call = new_primitive("ejkernel_native_call", multiple_results=True)
+# As `jax.extend.core.Primitive(name)`, whose import takes 0.15 s more than that of JAX.
+_call: Any = type(jax.lax.add_p)("ejkernel_native_call")
+_call.multiple_results = True
 _call.def_impl(lambda *arrays, native, other: _evaluate(native, *arrays))
 _call.def_abstract_eval(lambda *_, native, other: native.out_avals)
 

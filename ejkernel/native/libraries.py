@@ -1,4 +1,4 @@
-"""Which libraries there are: their source, and what XLA may call in them."""
+"""Libraries: their source, and what XLA may call in them. Operations declare theirs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import dataclasses
 import hashlib
 import pathlib
 
-_PACKAGE = pathlib.Path(__file__).resolve().parents[1]
-INCLUDE = _PACKAGE / "native" / "include"
+INCLUDE = pathlib.Path(__file__).resolve().parent / "include"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +38,15 @@ class Library:
 
 
 _SOURCES = (".cc", ".h")
+_declared: dict[str, Library] = {}
 
-FLASH_ATTENTION = Library(
-    "flash_attention",
-    _PACKAGE / "kernels" / "flash_attention" / "native" / "cpp" / "flash_attention.cc",
-    ("ejkernel_flash_attention_forward", "ejkernel_flash_attention_backward"),
-)
 
-LIBRARIES: tuple[Library, ...] = (FLASH_ATTENTION,)
+def declare(library: Library) -> Library:
+    """Make a library known by its name, so that it is built and loaded with all others."""
+    _declared[library.name] = library
+    return library
+
+
+def declared_libraries() -> tuple[Library, ...]:
+    """Those of all operations that are imported; `ejkernel.modules` imports every one."""
+    return tuple(_declared.values())

@@ -8,27 +8,57 @@ import logging
 import os
 import pathlib
 import threading
+from typing import Any, NamedTuple
 
 import jax
 
-from ejkernel.ops.utils import environment
-
-from .libraries import LIBRARIES, Library
+from .libraries import Library, declared_libraries
+from .settings import environment
 from .state import (
     BuildFailed,
+    Status,
     build_library,
     find,
     find_built,
     not_built_reason,
     open_library,
+    status,
 )
-from .toolchain import Compiler, find_compiler
+from .toolchain import find_commands, find_compiler
 
 logger = logging.getLogger(__name__)
 
 _lock = threading.Lock()
-_loaded: dict[str, pathlib.Path] = {}
-_failed: dict[tuple[str, object], str] = {}  # by library and compiler: it is not tried again
+_loaded: dict[str, Loaded] = {}
+_failed: dict[tuple[str, ...], str] = {}  # what was tried, and is not tried again
+
+
+class Loaded(NamedTuple):
+    """A library that this process can call: its file, and what XLA knows of it."""
+
+    file: str
+    handlers: tuple[str, ...]
+
+
+def unavailable(library: Library) -> str | None:
+    """None if the library can be called, or may be built when it is; else one sentence why not.
+
+    Nothing is built, loaded or started: what a call's key depends on has no effects. What only
+    trying can tell (`why_not`) is known here from then on.
+    """
+    mode = environment().NATIVE.read()
+    if mode == "off":
+        return "native kernels are turned off (EJKERNEL_NATIVE=off)"
+    if library.name in _loaded:
+        return None
+    if (reason := _failed.get(_attempt(library, mode))) is not None:
+        return reason
+    commands = find_commands()
+    if (mode == "auto" and not isinstance(commands, str)) or find_built(library) is not None:
+        return None
+    if isinstance(commands, str):
+        return f"native kernels are not built, and {commands}"
+    return not_built_reason()
 
 
 def why_not(library: Library) -> str | None:
@@ -36,30 +66,51 @@ def why_not(library: Library) -> str | None:
 
     Otherwise one sentence that says why it cannot.
     """
-    mode = environment.NATIVE.read()
-    if mode == "off":
-        return "native kernels are turned off (EJKERNEL_NATIVE=off)"
-    if library.name in _loaded:
-        return None
     with _lock:
-        if library.name in _loaded:
-            return None
-        file = find(library)
-        if file is None:
-            compiler = find_compiler()
-            if isinstance(compiler, str):
-                return f"native kernels are not built, and {compiler}"
-            if mode == "built":
-                return not_built_reason()
-            attempt = (library.name, compiler)
-            if attempt not in _failed:
-                _failed[attempt] = _try_to_build(library, compiler)
-            if _failed[attempt]:
-                return _failed[attempt]
-            file = find(library)
-        if file is None:
-            return f"the native library of {library.name} was removed while it was being built"
-        return load(library, file)
+        reason = unavailable(library)
+        if reason is not None or library.name in _loaded:
+            return reason
+        mode = environment().NATIVE.read()
+        reason = _made_ready(library, mode)
+        if reason is not None:
+            _failed[_attempt(library, mode)] = reason
+        return reason
+
+
+def _attempt(library: Library, mode: str) -> tuple[str, ...]:
+    """A library and what it would be made of: with other settings it is worth another try."""
+    commands = find_commands()
+    compiler = commands if isinstance(commands, str) else " ".join(commands[0])
+    return library.name, mode, environment().CACHE_DIR.read(), compiler
+
+
+def _made_ready(library: Library, mode: str) -> str | None:
+    file = find(library)
+    if file is None:
+        compiler = find_compiler()
+        if isinstance(compiler, str):
+            return f"native kernels are not built, and {compiler}"
+        if mode == "built":
+            return not_built_reason()
+        try:
+            file = build_library(library)
+        except BuildFailed as error:
+            # Without a home the store has said so already.
+            homeless = isinstance(error.__cause__, environment().NoHomeFolder)
+            logger.log(logging.INFO if homeless else logging.WARNING, "%s", error)
+            return str(error).splitlines()[0]
+    return load(library, file)
+
+
+def build(*, force: bool = False) -> Status:
+    """Build what is not built yet, whatever `EJKERNEL_NATIVE` says; with `force` all of it.
+
+    Raises `BuildFailed` with what the compiler said.
+    """
+    for library in declared_libraries():
+        build_library(library, force=force)
+    _failed.clear()
+    return status()
 
 
 def load_libraries() -> None:
@@ -68,7 +119,7 @@ def load_libraries() -> None:
     Calling an operation does it by itself. A process that runs programs made elsewhere (executables
     that were serialised, exported programs that hold native calls) needs them before.
     """
-    for library in LIBRARIES:
+    for library in declared_libraries():
         if (reason := why_not(library)) is not None:
             raise RuntimeError(f"the native library of {library.name} cannot be loaded: {reason}")
 
@@ -79,15 +130,15 @@ def load_built() -> None:
     XLA looks for the handlers of a program when it loads it, which can be before any operation was
     called: an executable from another process, or from JAX's compilation cache.
     """
-    with contextlib.suppress(environment.VariableError):  # first use says what is wrong with it
-        if environment.NATIVE.read() != "off":
+    with contextlib.suppress(environment().VariableError):  # first use says what is wrong with it
+        if environment().NATIVE.read() != "off":
             _load_built()
 
 
 def _load_built() -> None:
-    if environment.CXX.read():
+    if environment().CXX.read():
         return  # it depends on that compiler, which would have to be asked
-    for library in LIBRARIES:
+    for library in declared_libraries():
         with _lock:
             file = find_built(library)
             problem = None if file is None else load(library, file)
@@ -95,29 +146,22 @@ def _load_built() -> None:
             logger.debug("%s", problem)
 
 
-def _try_to_build(library: Library, compiler: Compiler) -> str:
-    try:
-        build_library(library)
-    except BuildFailed as error:
-        # Without a home the store has said so already.
-        homeless = isinstance(error.__cause__, environment.NoHomeFolder)
-        logger.log(logging.INFO if homeless else logging.WARNING, "%s", error)
-        return str(error).splitlines()[0]
-    return ""
-
-
 def load(library: Library, file: pathlib.Path) -> str | None:
     """Load a library's file and tell XLA of its handlers; None, or why that is not possible."""
-    if library.name in _loaded:
+    return _load(library.name, Loaded(str(file), library.handlers))
+
+
+def _load(name: str, library: Loaded) -> str | None:
+    if name in _loaded:
         return None
     try:
-        functions = _opened(file)
-        handlers = {name: getattr(functions, name) for name in library.handlers}
+        functions = _opened(pathlib.Path(library.file))
+        handlers = {handler: getattr(functions, handler) for handler in library.handlers}
     except (OSError, ValueError, AttributeError) as error:
-        return f"the native library {file} cannot be loaded: {error}"
-    for name, handler in handlers.items():
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
-    _loaded[library.name] = file
+        return f"the native library {library.file} cannot be loaded: {error}"
+    for handler, function in handlers.items():
+        jax.ffi.register_ffi_target(handler, jax.ffi.pycapsule(function), platform="cpu")
+    _loaded[name] = library
     return None
 
 
@@ -139,15 +183,19 @@ def _opened(file: pathlib.Path) -> ctypes.CDLL:
 
 
 def loaded() -> dict[str, str]:
-    """The files in use by this process, by library: what a process that helps it must load too."""
-    return {name: str(file) for name, file in _loaded.items()}
+    """The files in use by this process, by library."""
+    return {name: library.file for name, library in _loaded.items()}
 
 
-def load_same(files: dict[str, str]) -> None:
+def for_workers() -> dict[str, list[Any]]:
+    """What a worker of this process must load too, as plain data for its `load_same`."""
+    return {name: [library.file, list(library.handlers)] for name, library in _loaded.items()}
+
+
+def load_same(libraries: dict[str, list[Any]]) -> None:
     """Load what another process of this user has loaded."""
-    for library in LIBRARIES:
-        if library.name in files:
-            with _lock:
-                problem = load(library, pathlib.Path(files[library.name]))
-            if problem is not None:
-                raise RuntimeError(problem)
+    for name, (file, handlers) in libraries.items():
+        with _lock:
+            problem = _load(name, Loaded(file, tuple(handlers)))
+        if problem is not None:
+            raise RuntimeError(problem)

@@ -21,10 +21,10 @@ import time
 import uuid
 from collections.abc import Iterator
 
-from ejkernel.ops.utils import environment
 from ejkernel.store.private import PrivateFolder, why_not_writable
 
-from .libraries import INCLUDE, LIBRARIES, Library
+from .libraries import INCLUDE, Library, declared_libraries
+from .settings import environment
 from .toolchain import FLAGS, Compiler, find_compiler, processor
 
 logger = logging.getLogger(__name__)
@@ -62,9 +62,13 @@ class Status:
 
 def status() -> Status:
     """What is there and what will be used. Builds nothing, loads nothing."""
-    mode, compiler, problem = environment.NATIVE.read(), find_compiler(), _why_not_kept()
-    files = {library.name: file for library in LIBRARIES if (file := find(library)) is not None}
-    built = len(files) == len(LIBRARIES)
+    mode, compiler, problem = environment().NATIVE.read(), find_compiler(), _why_not_kept()
+    files = {
+        library.name: file
+        for library in declared_libraries()
+        if (file := find(library)) is not None
+    }
+    built = len(files) == len(declared_libraries())
     compiles = mode == "auto" and isinstance(compiler, Compiler) and problem is None
     if mode == "off":
         reason = "native kernels are turned off (EJKERNEL_NATIVE=off)"
@@ -107,8 +111,8 @@ def _why_not_kept() -> str | None:
 def _shown_folder() -> pathlib.Path:
     try:
         return folder()
-    except environment.NoHomeFolder:
-        return pathlib.Path(environment.CACHE_DIR.read(), "native")
+    except environment().NoHomeFolder:
+        return pathlib.Path(environment().CACHE_DIR.read(), "native")
 
 
 def not_built_reason() -> str:
@@ -117,16 +121,6 @@ def not_built_reason() -> str:
         "native kernels are not built; build them with `ejkernel native build` "
         "(ejkernel.native.build()), or allow it on first use with EJKERNEL_NATIVE=auto"
     )
-
-
-def build(*, force: bool = False) -> Status:
-    """Build what is not built yet, whatever `EJKERNEL_NATIVE` says; with `force` all of it.
-
-    Raises `BuildFailed` with what the compiler said.
-    """
-    for library in LIBRARIES:
-        build_library(library, force=force)
-    return status()
 
 
 def build_library(library: Library, *, force: bool = False) -> pathlib.Path:
@@ -142,7 +136,7 @@ def build_library(library: Library, *, force: bool = False) -> pathlib.Path:
             if force or not _is_trusted(place, name):  # else another process was faster
                 _build(library, compiler, place, name)
             return place.path / name
-    except environment.NoHomeFolder as error:
+    except environment().NoHomeFolder as error:
         raise BuildFailed(f"native kernels cannot be kept: {error}") from error
     except OSError as error:
         where = error.filename or folder()
@@ -218,7 +212,7 @@ def _alone(place: PrivateFolder) -> Iterator[None]:
 
 def folder() -> pathlib.Path:
     """Where libraries are kept; `NoHomeFolder` if there is no such place."""
-    return environment.cache_folder("native")
+    return environment().cache_folder("native")
 
 
 def find(library: Library) -> pathlib.Path | None:

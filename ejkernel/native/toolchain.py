@@ -12,7 +12,7 @@ import shutil
 import subprocess
 from typing import Any
 
-from ejkernel.ops.utils import environment
+from .settings import environment
 
 COMPILERS = ("c++", "g++", "clang++")
 SECONDS = 600.0
@@ -72,9 +72,15 @@ class Compiler:
         return "\n".join(said[:20]) or f"it ended with code {done.returncode}"
 
 
-def find_compiler() -> Compiler | str:
-    """The compiler named by `CXX`, else the first of c++, g++, clang++; or why there is none."""
-    asked = environment.CXX.read()
+Command = tuple[str, ...]
+
+
+def find_commands() -> list[Command] | str:
+    """The commands that may start a compiler, the first choice first, or why there is none.
+
+    That named by `CXX`, else those of c++, g++, clang++ that are on the `PATH`. None is started.
+    """
+    asked = environment().CXX.read()
     if asked:
         try:
             command = shlex.split(asked)
@@ -82,15 +88,26 @@ def find_compiler() -> Compiler | str:
             command = []
         if not command or not (path := shutil.which(command[0])):
             return f"CXX={asked!r} is not a program that can be started"
-        version = _version(path)
-        if version is None:
-            return f"CXX={asked!r} does not answer to --version, so it is no usable compiler"
-        return Compiler((os.path.abspath(path), *command[1:]), version)
-    for name in COMPILERS:
-        path = shutil.which(name)
-        if path is not None and (version := _version(path)) is not None:
-            return Compiler((os.path.abspath(path),), version)
-    return f"no C++ compiler was found ({', '.join(COMPILERS)}); install one or set CXX"
+        return [(os.path.abspath(path), *command[1:])]
+    paths = [path for name in COMPILERS if (path := shutil.which(name))]
+    return [(os.path.abspath(path),) for path in paths] or _NONE_FOUND
+
+
+_NONE_FOUND = f"no C++ compiler was found ({', '.join(COMPILERS)}); install one or set CXX"
+
+
+def find_compiler() -> Compiler | str:
+    """The first of these commands that says what it is, or why there is no compiler."""
+    commands = find_commands()
+    if isinstance(commands, str):
+        return commands
+    for command in commands:
+        if (version := _version(command[0])) is not None:
+            return Compiler(command, version)
+    asked = environment().CXX.read()
+    if asked:
+        return f"CXX={asked!r} does not answer to --version, so it is no usable compiler"
+    return _NONE_FOUND
 
 
 def _version(path: str) -> str | None:

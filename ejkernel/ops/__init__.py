@@ -5,6 +5,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from ..native import provide_environment
 from .config import (
     AutotunePolicy,
     ConfigCache,
@@ -69,6 +70,7 @@ from .utils import (
     default_key_builder_with_sharding,
     device_fingerprint,
     device_kind,
+    environment,
     extract_labels_from_hlo_text,
     find_labels_in_lowered,
     from_json,
@@ -174,6 +176,7 @@ provide_calling(JittedCalls)
 provide_measuring(_measuring)
 provide_agreement(_job_agreement)
 provide_default_selector(lambda: default_executor().selector)
+provide_environment(environment)  # of what is native, which lies below and asks nobody
 
 
 def __getattr__(name: str) -> Any:

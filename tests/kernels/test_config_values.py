@@ -199,9 +199,9 @@ def test_a_planted_bundle_ends_no_process_and_changes_no_result(value, tmp_path)
 ENTRIES = """
 import jax, jax.numpy as jnp, numpy as np
 from ejkernel import native
-from ejkernel.kernels.flash_attention.native import calls
+from ejkernel.kernels.flash_attention.native import LIBRARY, calls
 from ejkernel.kernels.flash_attention.options import Options
-assert native.why_not(native.FLASH_ATTENTION) is None
+assert native.why_not(LIBRARY) is None
 q, k, v = (jax.random.normal(jax.random.key(i), (1, 40, 2, 16)) for i in range(3))
 good = dict(causal=True, softmax_scale=0.25, block_q=24, block_k=32)
 

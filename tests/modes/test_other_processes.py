@@ -20,9 +20,10 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
 from ejkernel import modules, native
+from ejkernel.kernels.flash_attention.native import LIBRARY
 from ejkernel.modules import flash_attention
 
-HANDLERS = native.FLASH_ATTENTION.handlers
+HANDLERS = LIBRARY.handlers
 ALLOWED = [export.DisabledSafetyCheck.custom_call(name) for name in HANDLERS]
 
 # What it is given was made elsewhere, and no operation is called before it is used.

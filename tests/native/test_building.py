@@ -10,12 +10,19 @@ import sys
 import time
 
 import jax
+import numpy as np
 import pytest
 
-from ejkernel import native
-from ejkernel.kernels.flash_attention import FlashAttention
-from ejkernel.native import BuildFailed, Library, loading, state, toolchain
-from ejkernel.ops import NotSupported
+from ejkernel import modules, native
+from ejkernel.kernels.flash_attention import (
+    FlashAttention,
+    FlashAttentionCppConfig,
+    FlashAttentionXlaConfig,
+    attention_reference,
+)
+from ejkernel.kernels.flash_attention.native import LIBRARY
+from ejkernel.native import BuildFailed, Library, libraries, loading, state, toolchain
+from ejkernel.ops import NotSupported, default_executor
 
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCE = 'extern "C" int ejkernel_test_handler(void*) { return 0; }\n'
@@ -56,6 +63,7 @@ def script(path: pathlib.Path, compiler, body: str) -> str:
 def building(library, **variables) -> subprocess.Popen:
     program = (
         "import pathlib, sys\n"
+        "import ejkernel.ops\n"
         "from ejkernel.native import Library, state\n"
         f"library = Library('tiny', pathlib.Path({str(library.source)!r}), ('x',))\n"
         "print(state.build_library(library))\n"
@@ -192,26 +200,92 @@ def test_without_a_compiler_xla_serves_and_the_reason_is_shown(
         native.build()
 
 
+OPTIONS = {"causal": True, "softmax_scale": 1.0}
+
+
 def test_a_failed_build_is_tried_once_and_xla_serves(
-    nothing_loaded, compiler, monkeypatch, tmp_path
+    nothing_loaded, compiler, monkeypatch, tmp_path, caplog
 ):
     log = tmp_path / "log"
     broken = script(tmp_path / "broken", compiler, f"echo tried >> {log}\nexit 1")
     monkeypatch.setenv("CXX", broken)
-    kernel, options = FlashAttention(), {"causal": True, "softmax_scale": 1.0}
+    kernel = FlashAttention()
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 32, 2, 8))
+    assert kernel.bind(q, k, v, **OPTIONS).served_by == "cpu"
+    program = jax.jit(lambda q: kernel(q, k, v, **OPTIONS))
+    assert "ejkernel_flash_attention_forward" not in program.lower(q).as_text()
+    assert caplog.text.count("cannot be compiled") == 1
+    np.testing.assert_allclose(program(q), attention_reference(q, k, v, **OPTIONS), atol=1e-5)
+    inv = kernel.bind(q, k, v, **OPTIONS)
+    assert inv.served_by == "xla"
+    assert isinstance(kernel.heuristic(inv), FlashAttentionXlaConfig)
     for _ in range(2):
         with pytest.raises(NotSupported, match="cannot be compiled"):
-            kernel(*attention_inputs(), implementation="cpu", **options)
-    assert kernel(*attention_inputs(), **options).shape == (1, 9, 2, 8)
+            kernel(q, k, v, implementation="cpu", **OPTIONS)
     assert log.read_text() == "tried\n"
+    assert caplog.text.count("cannot be compiled") == 1
+
+
+def test_a_demanded_library_that_cannot_be_built_is_an_error_at_once(
+    nothing_loaded, compiler, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("CXX", script(tmp_path / "broken", compiler, "exit 1"))
+    kernel = FlashAttention()
+    for demand in ({"implementation": "cpu"}, {"cfg": FlashAttentionCppConfig()}):
+        monkeypatch.setattr(loading, "_failed", {})
+        with pytest.raises(NotSupported, match="cannot be compiled"):
+            kernel(*attention_inputs(), **demand, **OPTIONS)
+
+
+def recording(path: pathlib.Path, compiler, log: pathlib.Path) -> str:
+    """A compiler that writes down that it was started, for its version too."""
+    path.write_text(f'#!/bin/sh\necho started >> {log}\nexec {compiler.command[0]} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize("mode", ["auto", "built", "off"])
+def test_reading_a_key_starts_no_compiler(mode, nothing_loaded, compiler, monkeypatch, tmp_path):
+    log = tmp_path / "log"
+    monkeypatch.setenv("CXX", recording(tmp_path / "c++", compiler, log))
+    monkeypatch.setenv("EJKERNEL_NATIVE", mode)
+    kernel = FlashAttention()
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 32, 2, 8))
+    inv = kernel.bind(q, k, v, **OPTIONS)
+    assert inv.served_by == ("cpu" if mode == "auto" else "xla")
+    assert len(inv.call_key) == 16
+    assert kernel.heuristic(inv) == default_executor().choose_config(kernel, q, k, v, **OPTIONS)
+    assert str(modules.supported("flash_attention", q, k, v))
+    assert not log.exists()
+    assert not state.folder().exists()
+
+
+def test_a_call_that_runs_starts_it(nothing_loaded, compiler, monkeypatch, tmp_path):
+    """Else the test before would hold whatever is done: here the recording compiler is started."""
+    log = tmp_path / "log"
+    monkeypatch.setenv("CXX", recording(tmp_path / "c++", compiler, log))
+    monkeypatch.setattr(toolchain.Compiler, "compile", lambda *_: "not in this test")
+    kernel = FlashAttention()
+    kernel(*jax.random.normal(jax.random.key(0), (3, 1, 32, 2, 8)), **OPTIONS)
+    assert log.read_text() == "started\n"
+
+
+def test_a_build_by_hand_lifts_an_earlier_failure(nothing_loaded, compiler, monkeypatch, library):
+    monkeypatch.setattr(libraries, "_declared", {library.name: library})
+    library.source.write_text("this is not C++\n")
+    assert "cannot be compiled" in str(native.why_not(library))
+    library.source.write_text(SOURCE)
+    assert "cannot be compiled" in str(native.unavailable(library))
+    native.build()
+    assert native.unavailable(library) is None
 
 
 def test_it_is_built_only_when_that_is_allowed(nothing_loaded, compiler, monkeypatch):
     monkeypatch.setenv("EJKERNEL_NATIVE", "built")
-    assert "ejkernel native build" in str(native.why_not(native.FLASH_ATTENTION))
+    assert "ejkernel native build" in str(native.why_not(LIBRARY))
     assert not native.status().available
     monkeypatch.setenv("EJKERNEL_NATIVE", "off")
-    assert "EJKERNEL_NATIVE=off" in str(native.why_not(native.FLASH_ATTENTION))
+    assert "EJKERNEL_NATIVE=off" in str(native.why_not(LIBRARY))
     assert not native.status().available
     monkeypatch.setenv("EJKERNEL_NATIVE", "auto")
     assert native.status().available

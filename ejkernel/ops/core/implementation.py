@@ -42,6 +42,8 @@ class Implementation(Generic[Cfg, Out]):
         positional argument, None where there is none, and then one dict for keywords if any has
         one. Without the two, JAX differentiates `forward`.
       reads_out: whether `backward` looks at `out`; if not, it is not kept for it.
+      build: makes what it needs beside this package, such as a library in C++: called before a
+        program that it serves is traced. If that fails, `supports` has to say so from then on.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Implementation(Generic[Cfg, Out]):
     forward_with_residuals: Callable[..., tuple[Out, Any]] | None = None
     backward: Callable[..., Any] | None = None
     reads_out: bool = True
+    build: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:
         if (self.forward_with_residuals is None) != (self.backward is None):

@@ -83,6 +83,7 @@ def _run(
         asked = dataclasses.replace(
             call, args=args, kwargs={**kwargs, **demand}, differentiated=tuple(names)
         )
+        _build_what_serves(kernel, asked)
         cfg = select(asked)
         implementation = serving(kernel, asked, cfg)
         run = implementation.forward
@@ -101,6 +102,14 @@ def _run(
     if _has_rule(kernel, inv):
         return call_with_rule(kernel.full_op_id, choose, arrays, rest, advice=way_out(kernel))
     return call_with_jvp(choose, arrays)
+
+
+def _build_what_serves(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> None:
+    """Before a config is chosen: if it cannot be built, another implementation serves the call."""
+    if any(item.build for item in kernel.implementations):
+        build = serving(kernel, inv, inv.override_cfg).build
+        if build is not None:
+            build()
 
 
 def _has_rule(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> bool:

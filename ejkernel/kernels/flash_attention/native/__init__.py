@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pathlib
+from functools import partial
 from typing import Any
 
 import jax
 
-from ejkernel.native import FLASH_ATTENTION, why_not
+from ejkernel.native import Library, declare, unavailable, why_not
 from ejkernel.native.calling import call
 from ejkernel.ops import Implementation, Invocation, Limits, Supports
 from ejkernel.ops.core.static_part import split
@@ -30,6 +32,14 @@ from ..passes import (
     passes_of,
 )
 from . import calls
+
+LIBRARY = declare(
+    Library(
+        "flash_attention",
+        pathlib.Path(__file__).resolve().parent / "cpp" / "flash_attention.cc",
+        (calls.FORWARD, calls.BACKWARD),
+    )
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,10 +122,11 @@ _FEWEST_ROWS = 24
 def _has_enough_rows(inv: Invocation[Any, Any]) -> str | None:
     """None, or why XLA is faster: all keys are packed first, which a few queries do not pay back.
 
-    Who asks for this implementation by name gets it.
+    Who asks for this implementation, by name or with a config of its class, gets it.
     """
+    asked_for = inv.kwargs.get("implementation") == "cpu" or CPP.takes(inv.override_cfg)
     rows = _rows_of_a_key_head(inv)
-    if rows >= _FEWEST_ROWS or inv.kwargs.get("implementation") == "cpu":
+    if rows >= _FEWEST_ROWS or asked_for:
         return None
     return (
         f"q has {rows} rows per key head (queries times heads that share it); below {_FEWEST_ROWS} "
@@ -129,7 +140,7 @@ def _rows_of_a_key_head(inv: Invocation[Any, Any]) -> int:
 
 
 def _is_available(inv: Invocation[Any, Any]) -> str | None:
-    return why_not(FLASH_ATTENTION)
+    return unavailable(LIBRARY)
 
 
 def _heuristic(inv: Invocation[Any, Any]) -> FlashAttentionCppConfig:
@@ -162,5 +173,6 @@ CPP: Implementation[FlashAttentionCppConfig, Any] = Implementation(
     ),
     # Of longer blocks the C++ functions take as much as there is, and as they have room for.
     limits=Limits({field.name: COUNT for field in dataclasses.fields(FlashAttentionCppConfig)}),
+    build=partial(why_not, LIBRARY),
     **passes_of(heuristic_config, attend, differentiate, xla.differentiate_with_bias)._asdict(),
 )

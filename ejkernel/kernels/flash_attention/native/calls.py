@@ -14,6 +14,9 @@ from ..passes import Gradients
 
 DTYPES = ("float32", "bfloat16", "float16")
 
+FORWARD = "ejkernel_flash_attention_forward"
+BACKWARD = "ejkernel_flash_attention_backward"
+
 
 @usual_promotion
 def forward(
@@ -43,7 +46,7 @@ def forward(
     q, k, v = _of_one_dtype(q, k, v)
     batch, q_len, heads, _ = q.shape
     out, lse = _call(
-        "ejkernel_flash_attention_forward",
+        FORWARD,
         (((batch, q_len, heads, v.shape[-1]), q.dtype), ((batch, heads, q_len), jnp.float32)),
         (q, k, v, *_of_scores(options)),
         _attributes(options, block_q, block_k),
@@ -86,7 +89,7 @@ def backward(
     )
     by_row = (0,) if options.sinks is None else lse.shape
     dq, dk, dv, dsinks = _call(
-        "ejkernel_flash_attention_backward",
+        BACKWARD,
         (*((x.shape, x.dtype) for x in (q, k, v)), (by_row, jnp.float32)),
         operands,
         _attributes(options, block_q, block_k),

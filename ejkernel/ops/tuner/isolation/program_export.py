@@ -87,7 +87,7 @@ def exported(function: Function, inputs: Sequence[Input], platform: str) -> Lowe
         "platform": platform,
         "kept": list(made.module_kept_var_idx),
         "outputs": [describe(aval) for aval in made.out_avals],
-        "native": native.loaded(),
+        "native": native.for_workers(),
     }
     # The module alone does not tell how its outputs are named and nested.
     named = [str(part) for part in jax.tree_util.tree_flatten_with_path(outputs)]
