@@ -30,7 +30,7 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.config import cache as cache_module
 from ejkernel.ops.config.tiers import autotune as tiers
-from ejkernel.ops.execution import entry as entry_module
+from ejkernel.ops.execution import jitted as entry_module
 from ejkernel.store import errors
 
 X = jnp.arange(4.0)
