@@ -201,6 +201,7 @@ import jax, jax.numpy as jnp, numpy as np
 from ejkernel import native
 from ejkernel.kernels.flash_attention.native import LIBRARY, calls
 from ejkernel.kernels.flash_attention.options import Options
+from ejkernel.kernels.flash_attention.passes import Results
 assert native.why_not(LIBRARY) is None
 q, k, v = (jax.random.normal(jax.random.key(i), (1, 40, 2, 16)) for i in range(3))
 good = dict(causal=True, softmax_scale=0.25, block_q=24, block_k=32)
@@ -209,8 +210,8 @@ def forward(q, k, v, *, block_q, block_k, **options):
     return calls.forward(q, k, v, Options(**options), block_q=block_q, block_k=block_k)
 
 def backward(q, k, v, out, lse, dout, *, block_q, block_k, **options):
-    arrays = (q, k, v, out, lse, dout, None)
-    return calls.backward(*arrays, Options(**options), block_q=block_q, block_k=block_k)
+    results = Results(q, k, v, out, lse, dout, None)
+    return calls.backward(results, Options(**options), block_q=block_q, block_k=block_k)
 
 out, lse = forward(q, k, v, **good)
 

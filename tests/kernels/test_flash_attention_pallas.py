@@ -15,8 +15,9 @@ from ejkernel.kernels.flash_attention import (
 )
 from ejkernel.kernels.flash_attention.options import Options
 from ejkernel.kernels.flash_attention.pallas_gpu import kernels as pallas_gpu
-from ejkernel.kernels.flash_attention.pallas_tiles import Tiles
 from ejkernel.kernels.flash_attention.pallas_tpu import kernels as pallas_tpu
+from ejkernel.kernels.flash_attention.passes import Results
+from ejkernel.kernels.flash_attention.tiles import Tiles
 
 # What the kernels serve, by the names of keywords.
 NAMES = [
@@ -93,7 +94,8 @@ def test_values_and_gradients_equal_the_definition(module, case):
     def ours(q, k, v):
         out, lse = module.forward(q, k, v, options, **launch)
         dlse = jnp.where(lse > -jnp.inf, jnp.cos(lse), 0.0)
-        *grads, named = module.backward(q, k, v, out, lse, dout, dlse, options, **launch)
+        results = Results(q, k, v, out, lse, dout, dlse)
+        *grads, named = module.backward(results, options, **launch)
         return (out, lse), (*grads, *named.values())
 
     fast_to_compile = {"xla_backend_optimization_level": 0}

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel.kernels.flash_attention.passes import Results
 from ejkernel.kernels.flash_attention.reference import attention_reference
 from ejkernel.kernels.flash_attention.xla.backward import backward as xla_backward
 from ejkernel.kernels.flash_attention.xla.blocks import default_blocks
@@ -35,7 +36,7 @@ def flash(causal: bool, scale: float, block_q: int, block_k: int) -> Attention:
         return out, (q, k, v, out, lse)
 
     def pull_back(saved: Any, dout: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return xla_backward(*saved, dout, **back)[:3]
+        return xla_backward(Results(*saved, dout, None), **back)[:3]
 
     attention.defvjp(save, pull_back)
     return attention

@@ -105,7 +105,7 @@ def differentiate(results: Results, sizes: Sizes, options: Options) -> Gradients
 
     def in_cpp(*arrays: jax.Array) -> Any:
         results, options = fixed.merge(arrays)
-        return calls.backward(**results._asdict(), options=call_options.Options(**options), **sizes)
+        return calls.backward(results, call_options.Options(**options), **sizes)
 
     def by_xla(*arrays: jax.Array) -> Any:
         results, options = fixed.merge(arrays)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...promotion import usual_promotion
 from ..options import Options
-from ..passes import Gradients
+from ..passes import Gradients, Results
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -56,13 +56,7 @@ def forward(
 
 @usual_promotion
 def backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    dout: jax.Array,
-    dlse: jax.Array | None,
+    results: Results,
     options: Options,
     *,
     block_q: int,
@@ -70,14 +64,9 @@ def backward(
 ) -> Gradients:
     """Gradients of `q`, `k`, `v`, and of `sinks` by name if there are any; none of a bias.
 
-    Args:
-      q: as in `forward`, and so are `k`, `v`, `options` and the blocks, which may differ from
-        those used there.
-      out: first result of `forward`.
-      lse: second result of `forward`.
-      dout: gradient of the loss with respect to `out`.
-      dlse: the same with respect to `lse`, or None.
+    The other arguments are as in `forward`; the blocks may differ from those used there.
     """
+    q, k, v, out, lse, dout, dlse = results
     q, k, v = _of_one_dtype(q, k, v)
     operands = (
         *(q, k, v),

@@ -5,14 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
-
 from ejkernel.ops import Implementation, Invocation, Limit, Limits, Supports
 
 from ...limits import launch
-from .. import options as call_options
-from ..passes import Gradients, Options, Results, Sizes, each_pass_varied, passes_of
-from ..xla import differentiate_with_bias
+from ..pallas import NOT_SERVED, passes_by_kernels
+from ..passes import each_pass_varied
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,22 +35,6 @@ def heuristic_config(q: Any, k: Any, v: Any, **options: Any) -> FlashAttentionGp
     return FlashAttentionGpuConfig(*forward[0], *backward[0])
 
 
-def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, sizes: Sizes, options: Options
-) -> tuple[jax.Array, jax.Array]:
-    """The output and the log-sum-exp."""
-    from . import kernels
-
-    return kernels.forward(q, k, v, call_options.Options(**options), **sizes)
-
-
-def differentiate(results: Results, sizes: Sizes, options: Options) -> Gradients:
-    """The gradients of `q`, `k`, `v` and `sinks`."""
-    from . import kernels
-
-    return kernels.backward(*results, call_options.Options(**options), **sizes)
-
-
 _Launch = tuple[int, int, int, int]  # block_q, block_k, num_warps, num_stages
 
 
@@ -74,6 +55,12 @@ def _choices(q: Any, v: Any) -> tuple[list[_Launch], list[_Launch]]:
         [(64, 32, 4, 2), (32, 32, 4, 2), (64, 64, 8, 1)],
         [(32, 32, 8, 1), (16, 32, 4, 1), (32, 16, 4, 1)],
     )
+
+
+def _kernels() -> Any:
+    from . import kernels
+
+    return kernels
 
 
 def _heuristic(inv: Invocation[Any, Any]) -> FlashAttentionGpuConfig:
@@ -107,7 +94,7 @@ PALLAS_GPU: Implementation[FlashAttentionGpuConfig, Any] = Implementation(
     space=_space,
     supports=Supports(
         dtypes=("float32", "bfloat16", "float16"),
-        without=("dropout_rate", "dropout_key", "sequence_axis"),
+        without=NOT_SERVED,
         rules=(_features_fit,),
     ),
     limits=Limits(
@@ -115,5 +102,5 @@ PALLAS_GPU: Implementation[FlashAttentionGpuConfig, Any] = Implementation(
         | launch("")
         | launch("backward_")
     ),
-    **passes_of(heuristic_config, attend, differentiate, differentiate_with_bias)._asdict(),
+    **passes_by_kernels(heuristic_config, _kernels)._asdict(),
 )

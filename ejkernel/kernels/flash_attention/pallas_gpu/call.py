@@ -13,7 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ..options import Options
-from ..pallas_tiles import Index, Tiles, as_int32, both, divide, least, most
+from ..scalars import int32, larger, quotient, smaller
+from ..tiles import Index, Tiles, blocks_in, both, clamped_lengths, id_ranges, padded_ids
 
 SMALLEST_BLOCK = 16  # of Triton's matrix products
 
@@ -68,16 +69,13 @@ class Call:
         group = self.group
         return pl.BlockSpec(
             (None, self.tiles.padded_kv_len, None, padded(x.shape[3])),
-            lambda i, h, b: (b, 0, divide(h, group), 0),
+            lambda i, h, b: (b, 0, quotient(h, group), 0),
         )
 
     def add_options(self) -> None:
         options, tiles = self.options, self.tiles
-        for name in ("q_lengths", "kv_lengths"):
-            lengths = getattr(options, name)
-            if lengths is not None:
-                longest = tiles.q_len if name == "q_lengths" else tiles.kv_len
-                self._add_scalars(name, jnp.clip(lengths.astype(jnp.int32), 0, longest))
+        for name, lengths in clamped_lengths(options, tiles).items():
+            self._add_scalars(name, lengths)
         if options.sinks is not None:
             self._add_scalars("sinks", options.sinks.astype(jnp.float32))
         if options.segment_ids is not None and options.kv_segment_ids is not None:
@@ -131,12 +129,12 @@ class Call:
         first, last = self.tiles.whole_keys_of(at.i)
         if "kv_lengths" in refs:
             length = plgpu.load(refs["kv_lengths"].at[at.batch])
-            end = least(end, _blocks_in(length, block_k))
-            last = least(last, divide(length, block_k))
+            end = smaller(end, blocks_in(length, block_k))
+            last = smaller(last, quotient(length, block_k))
         if "q_lengths" in refs:
             only_if &= at.i * block_q < plgpu.load(refs["q_lengths"].at[at.batch])
         if only_if is not True:
-            end = jnp.where(only_if, as_int32(end), as_int32(begin))
+            end = jnp.where(only_if, int32(end), int32(begin))
         begin, end = self._in_segments(at, refs, at.i, begin, end)
         return self._loop(begin, end, (first, last), add, state)
 
@@ -148,13 +146,13 @@ class Call:
         first, last = self.tiles.whole_queries_of(at.j)
         if "q_lengths" in refs:
             length = plgpu.load(refs["q_lengths"].at[at.batch])
-            end = least(end, _blocks_in(length, block_q))
-            last = least(last, divide(length, block_q))
+            end = smaller(end, blocks_in(length, block_q))
+            last = smaller(last, quotient(length, block_q))
         if "kv_lengths" in refs:
             length = plgpu.load(refs["kv_lengths"].at[at.batch])
-            end = jnp.where(at.j * block_k < length, as_int32(end), as_int32(begin))
+            end = jnp.where(at.j * block_k < length, int32(end), int32(begin))
             whole = (at.j + 1) * block_k <= length
-            last = jnp.where(whole, as_int32(last), as_int32(first))
+            last = jnp.where(whole, int32(last), int32(first))
         begin, end = self._in_segments(at, refs, at.j, begin, end)
         return self._loop(begin, end, (first, last), add, state)
 
@@ -165,7 +163,7 @@ class Call:
             return begin, end
         first = plgpu.load(refs["segments_begin"].at[at.batch, block])
         last = plgpu.load(refs["segments_end"].at[at.batch, block])
-        return most(begin, first), least(end, last)
+        return larger(begin, first), smaller(end, last)
 
     def _loop(
         self,
@@ -185,8 +183,8 @@ class Call:
         options, tiles = self.options, self.tiles
         if options.mask is not None or options.segment_ids is not None:
             return loop(begin, end, state, masked=True)
-        first, last = (least(edge, end) for edge in whole)
-        last = most(first, last)
+        first, last = (smaller(edge, end) for edge in whole)
+        last = larger(first, last)
         if tiles.left is not None or (self.keys_first and tiles.right is not None):
             state = loop(begin, first, state, masked=True)
         state = loop(first, last, state, masked=False)
@@ -285,7 +283,7 @@ class Call:
             if self.keys_first:
                 at = Place(batch, None, head, None, block)
             else:
-                at = Place(batch, head, divide(head, self.group), block, None)
+                at = Place(batch, head, quotient(head, self.group), block, None)
             body(at, dict(zip(names, refs, strict=False)), refs[len(names) :])
 
         results: list[jax.Array] = pl.pallas_call(
@@ -333,15 +331,8 @@ def _blocks_that_share_segments(
     queries: jax.Array, keys: jax.Array, tiles: Tiles, keys_first: bool
 ) -> tuple[jax.Array, jax.Array]:
     """`(batch, blocks)`: begin and end of the blocks whose ranges of ids overlap with a block's."""
-
-    def ranges(ids: jax.Array, block: int, length: int) -> tuple[jax.Array, jax.Array]:
-        # Repeating the last id keeps the range of the last block as it is.
-        ids = jnp.pad(ids, ((0, 0), (0, length - ids.shape[1])), mode="edge")
-        blocks = ids.reshape(ids.shape[0], -1, block)
-        return blocks.min(axis=2), blocks.max(axis=2)
-
-    q_least, q_most = ranges(queries, tiles.block_q, tiles.padded_q_len)
-    kv_least, kv_most = ranges(keys, tiles.block_k, tiles.padded_kv_len)
+    q_least, q_most = id_ranges(padded_ids(queries, tiles.padded_q_len), tiles.block_q)
+    kv_least, kv_most = id_ranges(padded_ids(keys, tiles.padded_kv_len), tiles.block_k)
     overlap = (q_least[:, :, None] <= kv_most[:, None]) & (kv_least[:, None] <= q_most[:, :, None])
     overlap = overlap.swapaxes(1, 2) if keys_first else overlap
     number = jnp.arange(overlap.shape[2], dtype=jnp.int32)
@@ -354,10 +345,6 @@ def _tanh(x: Any) -> Any:
     # Triton lowers tanh to a library call per element; this is two instructions more than exp.
     positive = jnp.exp(-2.0 * jnp.abs(x))
     return jnp.sign(x) * (1.0 - positive) / (1.0 + positive)
-
-
-def _blocks_in(length: Index, block: int) -> Index:
-    return divide(length + (block - 1), block)
 
 
 def _inside(shape: tuple[int, ...], real: tuple[Index, ...]) -> Any:

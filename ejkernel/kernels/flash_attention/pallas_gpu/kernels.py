@@ -1,8 +1,8 @@
 r"""Flash attention for GPU: Pallas kernels that JAX lowers to Triton, forward, dq, and dk with dv.
 
-One more finds the statistics of rows with large scores again: :mod:`.backward`.
+One more finds the statistics of rows with large scores again: `xla/large_scores.py`.
 
-The mathematics is that of :mod:`.xla`. How it is laid out:
+The mathematics is that of `xla/forward.py` and `xla/backward.py`. How it is laid out:
 
 * Arrays are read where they are, `(batch, sequence, heads, features)`; what a block has beyond the
   ends of a sequence or of a feature dimension is masked when it is loaded. Only `dout` is copied,
@@ -28,15 +28,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from ...promotion import usual_promotion
 from ..options import Options
-from ..pallas_tiles import (
-    HIDDEN_SCORE,
-    LOWEST_MAXIMUM,
-    Index,
-    finite_part,
-    keys_that_stay_apart,
-    shown,
-)
-from ..passes import Gradients
+from ..passes import Gradients, Results
 from ..rows import (
     NOTHING_SEEN,
     Rows,
@@ -47,6 +39,7 @@ from ..rows import (
     softmax_statistics,
     with_shares,
 )
+from ..tiles import HIDDEN_SCORE, LOWEST_MAXIMUM, Index, finite_part, keys_that_stay_apart, shown
 from .call import Call, Place, key_block, load, padded, queries_of_group, query_block, store
 
 
@@ -151,13 +144,7 @@ def forward(
 
 @usual_promotion
 def backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    dout: jax.Array,
-    dlse: jax.Array | None,
+    results: Results,
     options: Options,
     *,
     block_q: int,
@@ -168,13 +155,9 @@ def backward(
 ) -> Gradients:
     """Gradients of `q`, `k`, `v`, and of `sinks` by name if there are any; none of a bias.
 
-    Args:
-        q: As in :func:`forward`, and so are `k`, `v`, `options` and the launch parameters.
-        out: First result of :func:`forward`.
-        lse: Second result of :func:`forward`.
-        dout: Gradient of the loss with respect to `out`.
-        dlse: The same with respect to `lse`, or None.
+    The other arguments are as in `forward`; the blocks may differ from those used there.
     """
+    q, k, v, out, lse, dout, dlse = results
     launch: dict[str, Any] = {
         "num_warps": num_warps,
         "num_stages": num_stages,

@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
-
 from ejkernel.ops import Implementation, Invocation, Limit, Limits, Supports
 
-from .. import options as call_options
-from ..passes import Gradients, Options, Results, Sizes, each_pass_varied, passes_of
-from ..xla import differentiate_with_bias
+from ..pallas import NOT_SERVED, passes_by_kernels
+from ..passes import each_pass_varied
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,24 +29,14 @@ def heuristic_config(q: Any, k: Any, v: Any, **options: Any) -> FlashAttentionTp
     return FlashAttentionTpuConfig(512, 1024, 512, 1024)
 
 
-def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, sizes: Sizes, options: Options
-) -> tuple[jax.Array, jax.Array]:
-    """The output and the log-sum-exp."""
-    from . import kernels
-
-    return kernels.forward(q, k, v, call_options.Options(**options), **sizes)
-
-
-def differentiate(results: Results, sizes: Sizes, options: Options) -> Gradients:
-    """The gradients of `q`, `k`, `v` and `sinks`."""
-    from . import kernels
-
-    return kernels.backward(*results, call_options.Options(**options), **sizes)
-
-
 _FORWARD = ((256, 512), (512, 512), (1024, 512), (1024, 1024), (512, 2048))
 _BACKWARD = ((256, 512), (512, 512), (1024, 512), (1024, 1024), (256, 256))
+
+
+def _kernels() -> Any:
+    from . import kernels
+
+    return kernels
 
 
 def _heuristic(inv: Invocation[Any, Any]) -> FlashAttentionTpuConfig:
@@ -66,14 +53,12 @@ PALLAS_TPU: Implementation[FlashAttentionTpuConfig, Any] = Implementation(
     config=FlashAttentionTpuConfig,
     heuristic=_heuristic,
     space=_space,
-    supports=Supports(
-        dtypes=("float32", "bfloat16"), without=("dropout_rate", "dropout_key", "sequence_axis")
-    ),
+    supports=Supports(dtypes=("float32", "bfloat16"), without=NOT_SERVED),
     limits=Limits(
         {
             field.name: Limit(least=1, most=2**15)
             for field in dataclasses.fields(FlashAttentionTpuConfig)
         }
     ),
-    **passes_of(heuristic_config, attend, differentiate, differentiate_with_bias)._asdict(),
+    **passes_by_kernels(heuristic_config, _kernels)._asdict(),
 )

@@ -14,8 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..options import Options
-from ..pallas_tiles import Index, Tiles, both, ceil_div, divide, least, most
 from ..rows import NOTHING_SEEN
+from ..scalars import ceil_div, larger, quotient, smaller
+from ..tiles import Index, Tiles, blocks_in, both, clamped_lengths, id_ranges, padded_ids
 
 LANES = 128
 ROWS_TIMES_COLUMNS = (((1,), (0,)), ((), ()))
@@ -158,11 +159,7 @@ class Call:
 
     def add_options(self) -> None:
         options, tiles = self.options, self.tiles
-        for name in ("q_lengths", "kv_lengths"):
-            lengths = getattr(options, name)
-            if lengths is not None:
-                longest = tiles.q_len if name == "q_lengths" else tiles.kv_len
-                self.scalars[name] = jnp.clip(lengths.astype(jnp.int32), 0, longest)
+        self.scalars |= clamped_lengths(options, tiles)
         if options.sinks is not None:
             self.scalars["sinks"] = options.sinks.astype(jnp.float32)
         for side, ids in (("q", options.segment_ids), ("kv", options.kv_segment_ids)):
@@ -190,11 +187,8 @@ class Call:
             if of_queries
             else (tiles.block_k, tiles.padded_kv_len)
         )
-        # Repeating the last id keeps the range of the last block as it is.
-        ids = jnp.pad(ids, ((0, 0), (0, length - ids.shape[1])), mode="edge")
-        blocks = ids.reshape(ids.shape[0], -1, block)
-        self.scalars[f"{side}_least"] = blocks.min(axis=2)
-        self.scalars[f"{side}_most"] = blocks.max(axis=2)
+        ids = padded_ids(ids, length)
+        self.scalars[f"{side}_least"], self.scalars[f"{side}_most"] = id_ranges(ids, block)
         row = of_queries == self.turned
         array = ids[:, None, :] if row else ids[:, :, None]
         self.operands[f"{side}_segments"] = (array, _Segments(block, row, of_queries))
@@ -212,7 +206,7 @@ class Call:
             is_last = jnp.logical_and(member == self.group - 1, step == steps - 1)
         else:
             batch, head, i, step = grid
-            kv_head = divide(head, self.group)
+            kv_head = quotient(head, self.group)
             begin, end = tiles.keys_of(i)
             j = begin + step
             needed = j < end
@@ -221,15 +215,15 @@ class Call:
         if self.keys_first:
             if "q_lengths" in scalars:
                 needed &= i * tiles.block_q < scalars["q_lengths"][batch]
-                end = least(end, _blocks_in(scalars["q_lengths"][batch], tiles.block_q))
-            i = most(least(i, end - 1), 0)
+                end = smaller(end, blocks_in(scalars["q_lengths"][batch], tiles.block_q))
+            i = larger(smaller(i, end - 1), 0)
             if "kv_lengths" in scalars:
                 needed &= j * tiles.block_k < scalars["kv_lengths"][batch]
         else:
             if "kv_lengths" in scalars:
                 needed &= j * tiles.block_k < scalars["kv_lengths"][batch]
-                end = least(end, _blocks_in(scalars["kv_lengths"][batch], tiles.block_k))
-            j = most(least(j, end - 1), 0)
+                end = smaller(end, blocks_in(scalars["kv_lengths"][batch], tiles.block_k))
+            j = larger(smaller(j, end - 1), 0)
             if "q_lengths" in scalars:
                 needed &= i * tiles.block_q < scalars["q_lengths"][batch]
         if "q_least" in scalars:
@@ -345,10 +339,6 @@ def equal_blocks(length: int, block: int) -> int:
 def round_up(x: int, to: int) -> int:
     """The next multiple."""
     return ceil_div(x, to) * to
-
-
-def _blocks_in(length: Index, block: int) -> Index:
-    return divide(length + (block - 1), block)
 
 
 def row_shape(batch: int, heads: int, length: int) -> jax.ShapeDtypeStruct:

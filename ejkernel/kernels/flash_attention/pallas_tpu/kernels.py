@@ -1,8 +1,8 @@
 r"""Flash attention for TPU: Pallas kernels for the forward pass, for dq, and for dk and dv.
 
-One more finds the statistics of the rows again, if there are large scores: :mod:`.backward`.
+One more finds the statistics of the rows again, if there are large scores: `xla/large_scores.py`.
 
-The mathematics is that of :mod:`.xla`. How it is laid out:
+The mathematics is that of `xla/forward.py` and `xla/backward.py`. How it is laid out:
 
 * Arrays are brought to `(batch, heads, sequence, features)` and padded to whole blocks, which XLA
   does in one pass. Blocks are multiples of 128, the lanes of a register.
@@ -33,8 +33,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ...promotion import usual_promotion
 from ..options import Options
-from ..pallas_tiles import HIDDEN_SCORE, LOWEST_MAXIMUM, finite_part, keys_that_stay_apart, shown
-from ..passes import Gradients
+from ..passes import Gradients, Results
 from ..rows import (
     Rows,
     Statistics,
@@ -44,6 +43,7 @@ from ..rows import (
     softmax_statistics,
     with_shares,
 )
+from ..tiles import HIDDEN_SCORE, LOWEST_MAXIMUM, finite_part, keys_that_stay_apart, shown
 from .call import (
     LANES,
     ROWS_TIMES_COLUMNS,
@@ -113,13 +113,7 @@ def forward(
 
 @usual_promotion
 def backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    dout: jax.Array,
-    dlse: jax.Array | None,
+    results: Results,
     options: Options,
     *,
     block_q: int,
@@ -128,13 +122,9 @@ def backward(
 ) -> Gradients:
     """Gradients of `q`, `k`, `v`, and of `sinks` by name if there are any; none of a bias.
 
-    Args:
-        q: As in :func:`forward`, and so are `k`, `v`, `options`, blocks and `interpret`.
-        out: First result of :func:`forward`.
-        lse: Second result of :func:`forward`.
-        dout: Gradient of the loss with respect to `out`.
-        dlse: The same with respect to `lse`, or None.
+    The other arguments are as in `forward`; the blocks may differ from those used there.
     """
+    q, k, v, out, lse, dout, dlse = results
     blocks: dict[str, Any] = {"block_q": block_q, "block_k": block_k, "interpret": interpret}
     rows = softmax_statistics(out, lse, dout, dlse)
     # The kernels for queries and keys turn tiles differently, which may round differently.

@@ -84,7 +84,7 @@ def differentiate(
 ) -> Gradients:
     """The gradients of `q`, `k`, `v` and `sinks`, and that of the bias if it is asked for."""
     run = ring_backward if "sequence_axis" in options else backward
-    return run(**results._asdict(), differentiate_bias=bias, **sizes, **options)
+    return run(results, differentiate_bias=bias, **sizes, **options)
 
 
 def differentiate_with_bias(results: Results, sizes: Sizes, options: Options) -> Gradients:

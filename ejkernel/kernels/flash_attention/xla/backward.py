@@ -32,7 +32,7 @@ from jax import lax
 
 from ...promotion import usual_promotion
 from ..options import Options
-from ..passes import Gradients
+from ..passes import Gradients, Results
 from ..rows import Rows, sinks_gradient, softmax_statistics
 from ..scalars import Index, scalar, times
 from .large_scores import exact_statistics
@@ -44,17 +44,11 @@ from .tile import bias_gradient, zero_bias_gradient
 
 @usual_promotion
 def backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    dout: jax.Array,
+    results: Results,
     *,
     block_q: int,
     block_k: int,
     block_heads: int | None = None,
-    dlse: jax.Array | None = None,
     differentiate_bias: bool = True,
     **keywords: Any,
 ) -> Gradients:
@@ -63,16 +57,14 @@ def backward(
     The other arguments are as in `forward`; only the blocks may differ from those used there.
 
     Args:
-      out: first result of `forward`.
-      lse: second result of `forward`.
-      dout: gradient of the loss with respect to `out`.
-      dlse: gradient of the loss with respect to `lse`; None: zero.
+      results: the arrays of the call, what `forward` made of them, and the gradients of that.
       differentiate_bias: whether the gradient of the bias, if there is one, is needed.
 
     Returns:
       The gradients, each with the shape and dtype of its input; of `bias` and `sinks` in that of
       `lse`, which is that of the arithmetic.
     """
+    q, k, v, out, lse, dout, dlse = results
     options = Options(**keywords)
     cut: dict[str, Any] = {
         "options": options,

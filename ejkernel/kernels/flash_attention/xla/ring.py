@@ -13,7 +13,7 @@ query, the sum :math:`l` of its weights and that of the weighted values :math:`a
 In the backward pass the gradients of the keys and values travel along with them, each device
 adding its part, and are at home when the round is over. A share that a device's queries do not see,
 because it lies in their future or outside of their window, costs nothing but its passage. Where a
-log-sum-exp is large, :mod:`.backward`, there is a round before that in which the statistics of the
+log-sum-exp is large (`large_scores`), there is a round before that in which the statistics of the
 rows are found again.
 
 Runs inside `shard_map`. The local arrays are shares of equal length in the order of the axis;
@@ -33,7 +33,7 @@ from jax import lax
 from ...dtypes import accumulation_dtype
 from ...promotion import usual_promotion
 from ..options import Options
-from ..passes import Gradients
+from ..passes import Gradients, Results
 from ..rows import Statistics, exact_rows, is_large, sinks_gradient, softmax_statistics
 from .backward import partial_gradients
 from .forward import partial_forward
@@ -82,22 +82,17 @@ def ring_forward(
 
 @usual_promotion
 def ring_backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    dout: jax.Array,
+    results: Results,
     *,
     sequence_axis: str,
     block_q: int,
     block_k: int,
     block_heads: int | None = None,
-    dlse: jax.Array | None = None,
     differentiate_bias: bool = True,
     **keywords: Any,
 ) -> Gradients:
     """As `backward`, with the sequence shared out over `sequence_axis`."""
+    q, k, v, out, lse, dout, dlse = results
     options = Options(**keywords)
     ring = _Ring.of(sequence_axis)
     blocks: dict[str, Any] = {"block_q": block_q, "block_k": block_k, "block_heads": block_heads}

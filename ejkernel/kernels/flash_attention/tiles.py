@@ -10,11 +10,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-Index: TypeAlias = Any  # an int, or a traced int32 scalar
+from .options import Options
+from .scalars import ceil_div, larger, quotient, smaller
+
+Index: TypeAlias = Any  # an int, or a traced int32 scalar; None where there is none
 
 HIDDEN_SCORE = -jnp.inf
 # A running maximum starts at the lowest number there is, because -inf - -inf is NaN. So a hidden
@@ -60,8 +64,8 @@ class Tiles:
         if self.left is not None:
             begin = _block_of(i * self.block_q - self.left, self.block_k, self.kv_len)
         if self.right is not None:
-            past_key = least((i + 1) * self.block_q, self.q_len) + self.right
-            end = least(divide(past_key + self.block_k - 1, self.block_k), self.k_blocks)
+            past_key = smaller((i + 1) * self.block_q, self.q_len) + self.right
+            end = smaller(quotient(past_key + self.block_k - 1, self.block_k), self.k_blocks)
         return begin, end
 
     def queries_of(self, j: Index) -> tuple[Index, Index]:
@@ -71,35 +75,35 @@ class Tiles:
         if self.right is not None:
             begin = _block_of(j * self.block_k - self.right, self.block_q, self.q_len)
         if self.left is not None:
-            past_query = least((j + 1) * self.block_k, self.kv_len) + self.left
-            end = least(divide(past_query + self.block_q - 1, self.block_q), self.q_blocks)
+            past_query = smaller((j + 1) * self.block_k, self.kv_len) + self.left
+            end = smaller(quotient(past_query + self.block_q - 1, self.block_q), self.q_blocks)
         return begin, end
 
     def whole_keys_of(self, i: Index) -> tuple[Index, Index]:
         """The key blocks `begin <= j < end` that query block `i` sees wholly."""
         begin, last = self.keys_of(i)
-        end = least(last, self.kv_len // self.block_k)
+        end = smaller(last, self.kv_len // self.block_k)
         if self.left is not None:
-            first_key = most((i + 1) * self.block_q - 1 - self.left, 0)
-            begin = most(begin, divide(first_key + self.block_k - 1, self.block_k))
+            first_key = larger((i + 1) * self.block_q - 1 - self.left, 0)
+            begin = larger(begin, quotient(first_key + self.block_k - 1, self.block_k))
         if self.right is not None:
-            past_key = most(i * self.block_q + self.right + 1, 0)
-            end = least(end, divide(past_key, self.block_k))
-        begin = least(begin, last)
-        return begin, most(begin, end)
+            past_key = larger(i * self.block_q + self.right + 1, 0)
+            end = smaller(end, quotient(past_key, self.block_k))
+        begin = smaller(begin, last)
+        return begin, larger(begin, end)
 
     def whole_queries_of(self, j: Index) -> tuple[Index, Index]:
         """The query blocks `begin <= i < end` that see key block `j` wholly."""
         begin, end = self.queries_of(j)
         last = end
         if self.right is not None:
-            first_query = most((j + 1) * self.block_k - 1 - self.right, 0)
-            begin = most(begin, divide(first_query + self.block_q - 1, self.block_q))
+            first_query = larger((j + 1) * self.block_k - 1 - self.right, 0)
+            begin = larger(begin, quotient(first_query + self.block_q - 1, self.block_q))
         if self.left is not None:
-            past_query = most(j * self.block_k + self.left + 1, 0)
-            end = least(end, divide(past_query, self.block_q))
-        begin = least(begin, last)
-        end = most(begin, end)
+            past_query = larger(j * self.block_k + self.left + 1, 0)
+            end = smaller(end, quotient(past_query, self.block_q))
+        begin = smaller(begin, last)
+        end = larger(begin, end)
         if self.kv_len < self.padded_kv_len:
             # The last key block has keys that do not exist: nobody sees it wholly.
             is_padded = (j + 1) * self.block_k > self.kv_len
@@ -163,6 +167,35 @@ class Tiles:
         return both(*conditions)
 
 
+def clamped_lengths(options: Options, tiles: Tiles) -> dict[str, jax.Array]:
+    """The lengths that a call has, by name, none longer than the arrays."""
+    given = {
+        "q_lengths": (options.q_lengths, tiles.q_len),
+        "kv_lengths": (options.kv_lengths, tiles.kv_len),
+    }
+    return {
+        name: jnp.clip(lengths.astype(jnp.int32), 0, longest)
+        for name, (lengths, longest) in given.items()
+        if lengths is not None
+    }
+
+
+def padded_ids(ids: jax.Array, length: int) -> jax.Array:
+    """Segment ids up to a whole number of blocks: the last one again, which widens no range."""
+    return jnp.pad(ids, ((0, 0), (0, length - ids.shape[1])), mode="edge")
+
+
+def id_ranges(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+    """The smallest and the largest of the padded ids in each block, `(batch, blocks)`."""
+    blocks = ids.reshape(ids.shape[0], -1, block)
+    return blocks.min(axis=2), blocks.max(axis=2)
+
+
+def blocks_in(length: Index, block: int) -> Index:
+    """How many blocks hold anything of a length."""
+    return quotient(length + (block - 1), block)
+
+
 def both(*conditions: Any) -> Any:
     """Their conjunction; None stands for a condition that always holds."""
     answer = None
@@ -198,35 +231,8 @@ def keys_that_stay_apart(k: Any, v: Any) -> tuple[Any, Any]:
 
 def _block_of(position: Index, block: int, length: int) -> Index:
     """The block that holds a position; that of a position beyond the end is beyond the last."""
-    position = least(most(position, 0), length)
-    return divide(position + block * (position >= length), block)
-
-
-def ceil_div(a: int, b: int) -> int:
-    """`a / b`, rounded up."""
-    return -(-a // b)
-
-
-def divide(a: Index, b: int) -> Index:
-    """`a // b` of numbers that are not negative: traced, `//` costs more for their signs."""
-    return a // b if isinstance(a, int) else lax.div(a, jnp.int32(b))
-
-
-def least(a: Index, b: Index) -> Index:
-    """The smaller one."""
-    both = isinstance(a, int) and isinstance(b, int)
-    return min(a, b) if both else jnp.minimum(as_int32(a), as_int32(b))
-
-
-def most(a: Index, b: Index) -> Index:
-    """The larger one."""
-    both = isinstance(a, int) and isinstance(b, int)
-    return max(a, b) if both else jnp.maximum(as_int32(a), as_int32(b))
-
-
-def as_int32(x: Index) -> Index:
-    """A number as an operand: Triton takes a bare one for 64 bits in some places."""
-    return jnp.int32(x) if isinstance(x, int) else x
+    position = smaller(larger(position, 0), length)
+    return quotient(position + block * (position >= length), block)
 
 
 def _longest(ranges: Iterable[tuple[int, int]]) -> int:
