@@ -44,6 +44,7 @@ SHORT = (
 
 def pytest_report_header():
     """Say at the top what cannot be tested here."""
+    import ejkernel.modules  # noqa: F401  it says what is built
     from ejkernel import native
 
     found = native.find_compiler()
