@@ -620,7 +620,7 @@ def test_this_machine_is_a_cpu_that_xla_serves():
 
 
 @pytest.mark.parametrize(
-    ("platform", "kind", "served_by"),
+    ("platform", "kind", "handled_by"),
     [
         ("cpu", "cpu", "xla"),
         ("gpu", "gpu", "triton"),
@@ -629,7 +629,7 @@ def test_this_machine_is_a_cpu_that_xla_serves():
         ("tpu", "tpu", "pallas"),
     ],
 )
-def test_other_devices_have_their_kind_and_platform(platform, kind, served_by):
+def test_other_devices_have_their_kind_and_platform(platform, kind, handled_by):
     @dataclasses.dataclass(frozen=True)
     class Device:
         platform: str
@@ -637,7 +637,7 @@ def test_other_devices_have_their_kind_and_platform(platform, kind, served_by):
 
     device = Device(platform)
     assert device_kind(device) == kind
-    assert get_device_platform(device) == served_by
+    assert get_device_platform(device) == handled_by
     assert device_fingerprint(device).startswith(kind)
 
 

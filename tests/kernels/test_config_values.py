@@ -163,7 +163,7 @@ wanted = {{name: values_and_gradients(name) for name in OPERATIONS}}
 entries = []
 for name in OPERATIONS:
     kernel, inv = invocation(name)
-    config, implementation = {{}}, kernel.implementation(inv.served_by or "xla")
+    config, implementation = {{}}, kernel.implementation(inv.handled_by or "xla")
     for path in implementation.limits.fields:
         first, *rest = path.split(".")
         if rest:

@@ -211,13 +211,13 @@ def test_a_failed_build_is_tried_once_and_xla_serves(
     monkeypatch.setenv("CXX", broken)
     kernel = FlashAttention()
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 32, 2, 8))
-    assert kernel.bind(q, k, v, **OPTIONS).served_by == "cpu"
+    assert kernel.bind(q, k, v, **OPTIONS).handled_by == "cpu"
     program = jax.jit(lambda q: kernel(q, k, v, **OPTIONS))
     assert "ejkernel_flash_attention_forward" not in program.lower(q).as_text()
     assert caplog.text.count("cannot be compiled") == 1
     np.testing.assert_allclose(program(q), attention_reference(q, k, v, **OPTIONS), atol=1e-5)
     inv = kernel.bind(q, k, v, **OPTIONS)
-    assert inv.served_by == "xla"
+    assert inv.handled_by == "xla"
     assert isinstance(kernel.heuristic(inv), FlashAttentionXlaConfig)
     for _ in range(2):
         with pytest.raises(NotSupported, match="cannot be compiled"):
@@ -252,7 +252,7 @@ def test_reading_a_key_starts_no_compiler(mode, nothing_loaded, compiler, monkey
     kernel = FlashAttention()
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 32, 2, 8))
     inv = kernel.bind(q, k, v, **OPTIONS)
-    assert inv.served_by == ("cpu" if mode == "auto" else "xla")
+    assert inv.handled_by == ("cpu" if mode == "auto" else "xla")
     assert len(inv.call_key) == 16
     assert kernel.heuristic(inv) == default_executor().choose_config(kernel, q, k, v, **OPTIONS)
     assert str(modules.supported("flash_attention", q, k, v))

@@ -122,6 +122,7 @@ def _walk(
 
 
 def _dims_fit(inv: Invocation[Any, Any]) -> str | None:
+    """key_dim and value_dim that are powers of two, from 16 to 128 and to 1024."""
     for name, array, most in (("key_dim", inv.args[0], 128), ("value_dim", inv.args[2], 1024)):
         size = array.shape[3]
         if size < 16 or size & (size - 1) or size > most:

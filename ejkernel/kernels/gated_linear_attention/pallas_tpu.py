@@ -88,6 +88,7 @@ def _walk(
 
 
 def _dims_fit(inv: Invocation[Any, Any]) -> str | None:
+    """key_dim and value_dim that are multiples of 8, at most 256."""
     for name, array in (("key_dim", inv.args[0]), ("value_dim", inv.args[2])):
         size = array.shape[3]
         if size % 8 or size > 256:

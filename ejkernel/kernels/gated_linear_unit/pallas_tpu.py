@@ -106,6 +106,7 @@ def project(
 
 
 def _halves_are_whole_blocks(inv: Invocation[Any, Any]) -> str | None:
+    """With both weights in one array: columns of each that are a multiple of 128."""
     if len(inv.args) == 3 or width_of(inv.args[1:]) % 128 == 0:
         return None
     shape = inv.args[1].shape

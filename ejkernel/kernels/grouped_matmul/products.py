@@ -83,7 +83,7 @@ def power_of_two_from(size: int) -> int:
 
 
 def no_float64_result(inv: Invocation[Any, Any]) -> str | None:
-    """Why a call whose result is to have 64 bits cannot be served by kernels that sum in 32."""
+    """A preferred_element_type of at most 32 bits."""
     preferred = inv.kwargs.get("preferred_element_type")
     if preferred is not None and np.dtype(preferred).itemsize > 4:
         return f"preferred_element_type={preferred} is not supported: sums are kept in float32"

@@ -133,7 +133,7 @@ class Sizes(NamedTuple):
 
 
 def same_dtype(inv: Invocation[Any, Any]) -> str | None:
-    """Why a call with two dtypes cannot be served by kernels that multiply matrices of one."""
+    """Hidden and weight of one dtype."""
     hidden, weight, _ = inv.args
     if hidden.dtype == weight.dtype:
         return None

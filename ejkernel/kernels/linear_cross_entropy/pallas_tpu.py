@@ -363,6 +363,7 @@ def _vmem_limit() -> int:
 
 
 def _features_fit(inv: Invocation[Any, Any]) -> str | None:
+    """Features of which 64 rows and 128 words fit into VMEM."""
     sizes = Sizes.of(inv)
     if fits(64, 128, sizes, backward=True):
         return None

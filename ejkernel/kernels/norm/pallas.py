@@ -149,6 +149,7 @@ def _mean(call: Arguments, values: jax.Array) -> jax.Array:
 
 
 def _rows_fit(inv: Invocation[Any, Any]) -> str | None:
+    """Rows that fit on the chip."""
     features = inv.args[0].shape[-1]
     if features <= _MOST_FEATURES:
         return None

@@ -181,7 +181,7 @@ def _tanh(x: Any) -> Any:
 
 
 def _rows_fit(inv: Invocation[Any, Any]) -> str | None:
-    """All query rows of a key head are in a program's registers at once."""
+    """Few enough query rows of a key head that all are in the registers of a program."""
     (_, tokens, heads, _), kv_heads = inv.args[0].shape, inv.args[1].shape[2]
     if tokens * heads // kv_heads <= _MOST_ROWS:
         return None
@@ -192,7 +192,7 @@ def _rows_fit(inv: Invocation[Any, Any]) -> str | None:
 
 
 def _features_fit(inv: Invocation[Any, Any]) -> str | None:
-    """Tiles of wider heads do not fit into the shared memory of a multiprocessor."""
+    """A head_dim and a value_dim whose tiles fit into the shared memory of a multiprocessor."""
     for name, pages in (("head_dim", inv.args[1]), ("value_dim", inv.args[2])):
         if pages.shape[3] > _MOST_FEATURES:
             return f"{name} is {pages.shape[3]}, and at most {_MOST_FEATURES} are supported"

@@ -174,7 +174,7 @@ def _dot(a: Any, b: Any, *, transposed: bool) -> Any:
 
 
 def _rows_fit(inv: Invocation[Any, Any]) -> str | None:
-    """All query rows of a sequence are in VMEM at once."""
+    """Few enough query rows of a sequence that all are in VMEM at once."""
     _, tokens, heads, _ = inv.args[0].shape
     if tokens * heads <= _MOST_ROWS:
         return None

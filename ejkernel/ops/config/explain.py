@@ -34,8 +34,8 @@ def call_fields(inv: Invocation[Any, Any]) -> dict[str, Any]:
             name: readable(value) for name, value in inv.kwargs.items() if name not in unkeyed
         },
     }
-    if inv.served_by is not None:
-        fields["implementation"] = inv.served_by
+    if inv.handled_by is not None:
+        fields["implementation"] = inv.handled_by
     if inv.batch_axes is not None:
         fields["batch"] = str(inv.batch_axes)
     if inv.differentiated:

@@ -133,7 +133,7 @@ def call_with_rule(
     """
 
     number = len(arrays)  # the rules below outlive this trace: they may not hold its arrays
-    left = Residuals(at_least=number)
+    packed = Residuals(min_capacity=number)
 
     @jax.custom_vjp
     def differentiable(arrays: list[Any]) -> Any:
@@ -153,12 +153,12 @@ def call_with_rule(
             return out, kept
 
         out, kept = chosen.stage(named_when_differentiated(op_id, advice, compute))(*values)
-        beside = static[-1] if left.has_room(len(values) + len(kept)) else None
+        beside = static[-1] if packed.reserve(len(values) + len(kept)) else None
         leaves = [*values, *kept] if beside else values
-        return batched_alike(out, values), left.leave(leaves, (beside, differentiated, chosen))
+        return batched_alike(out, values), packed.pack(leaves, (beside, differentiated, chosen))
 
     def backward(residuals: Any, dout: Any) -> tuple[list[Any]]:
-        leaves, (beside, differentiated, chosen) = left.take(residuals)
+        leaves, (beside, differentiated, chosen) = packed.unpack(residuals)
         values, kept = leaves[:number], leaves[number:]
         rule = chosen.rule
 

@@ -34,7 +34,8 @@ class Implementation(Generic[Cfg, Out]):
         says by its class which one it is for.
       devices: kinds of devices that it runs on; None: all.
       heuristic: a good config for an `Invocation`, without measuring; None: the class's defaults.
-      space: configs worth trying for an `Invocation`; None: only the heuristic one.
+      space: configs worth trying for an `Invocation`, as a list or a `Space`; None: only the
+        heuristic one.
       supports: which calls it can handle.
       limits: what the fields of its configs may be.
       forward_with_residuals: gives the output and what `backward` needs more than the arguments.
@@ -91,7 +92,7 @@ class Implementation(Generic[Cfg, Out]):
         """Whether a config is of its class."""
         return not isinstance(self.config, type) or isinstance(cfg, self.config)
 
-    def default_config(self, inv: Invocation[Any, Any]) -> Any:
+    def heuristic_config(self, inv: Invocation[Any, Any]) -> Any:
         """The heuristic config of a call, not checked."""
         if self.heuristic is not None:
             return self.heuristic(inv)

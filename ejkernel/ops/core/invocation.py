@@ -20,7 +20,7 @@ from ..utils.fingerprint import (
     tree_signature,
 )
 from ..utils.stable import short_hash, stable_json
-from .supports import serving
+from .supports import implementation_for
 from .types import Cfg, ConfigKey, Out
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Invocation(Generic[Cfg, Out]):
     @functools.cached_property
     def call_key(self) -> str:
         """16 hexadecimal digits that identify this call among those of the operation."""
-        served_by = self.served_by
+        handled_by = self.handled_by
         return short_hash(
             {
                 "args": tree_signature(self.abstract_args),
@@ -109,20 +109,20 @@ class Invocation(Generic[Cfg, Out]):
                 "batch_axes": self.batch_axes,
                 # Tiles of a C++ kernel mean nothing to XLA: where several implementations may
                 # handle a call, configs are stored apart by the one that does.
-                **({} if served_by is None else {"served_by": served_by}),
+                **({} if handled_by is None else {"served_by": handled_by}),
                 **({"differentiated": self.differentiated} if self.differentiated else {}),
             }
         )
 
     @functools.cached_property
-    def served_by(self) -> str | None:
+    def handled_by(self) -> str | None:
         """The implementation that handles this call, if the kernel declares what they support."""
         kernel = self.kernel
         if kernel is None or kernel.tune_implementations:
             return None
         if not (kernel.supports or kernel.implementations) or not kernel.implementations_here():
             return None
-        return serving(kernel, self).name
+        return implementation_for(kernel, self).name
 
     def make_key(self, key_builder: KeyBuilder | None = None) -> str:
         """The call key; from `key_builder(self)` if given, else from the kernel's own, if any."""

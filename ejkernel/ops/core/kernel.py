@@ -39,8 +39,8 @@ from .supports import (
     demanded,
     demands_reference,
     has_reference,
+    implementation_for,
     no_config_message,
-    serving,
     without_demand,
 )
 from .types import Cfg, Out
@@ -52,7 +52,7 @@ _make_entries: Callable[[Kernel[Any, Any]], JittedCalls]
 
 
 def provide_calling(make_entries: Callable[[Kernel[Any, Any]], JittedCalls]) -> None:
-    """Say what calls a kernel: that lies above, and is handed in when the package is imported."""
+    """Set what makes the jitted calls of a kernel: `execution`, which core may not import."""
     global _make_entries
     _make_entries = make_entries
 
@@ -363,20 +363,25 @@ class Kernel(Generic[Cfg, Out]):
         """The heuristic config of the current device, checked."""
         if demands_reference(inv):
             raise ValueError(no_config_message(inv))
-        return self._heuristic_of(inv, serving(self, inv))
+        return self._heuristic_of(inv, implementation_for(self, inv))
 
     def _heuristic_of(
         self, inv: Invocation[Cfg, Out], implementation: Implementation[Any, Any]
     ) -> Cfg:
-        cfg = implementation.default_config(inv)
-        return self._checked(cfg, "heuristic_cfg returned", inv, implementation)
+        cfg = implementation.heuristic_config(inv)
+        said = (
+            f"the heuristic of {implementation.name!r} returned"
+            if self.implementations
+            else ("heuristic_cfg returned")
+        )
+        return self._checked(cfg, said, inv, implementation)
 
     def candidates(self, inv: Invocation[Cfg, Out]) -> list[Cfg]:
         """Every distinct config to try on the current device; the heuristic one comes first."""
         if demands_reference(inv):
             raise ValueError(no_config_message(inv))
         if not self.tune_implementations or demanded(inv) is not None:
-            return self._candidates_of(inv, serving(self, inv))
+            return self._candidates_of(inv, implementation_for(self, inv))
         return [
             _for_implementation(cfg, item.name)
             for item in self.implementations_here()
@@ -387,19 +392,20 @@ class Kernel(Generic[Cfg, Out]):
     def _candidates_of(
         self, inv: Invocation[Cfg, Out], implementation: Implementation[Any, Any]
     ) -> list[Cfg]:
-        # A tuner measures on one device, where there is nobody to talk to.
+        # Calls that need collectives are not tuned: the tuner measures on one device.
         listed = None if needs_mesh(self, inv) else implementation.space
         configs: Iterable[Any] = [] if listed is None else listed(inv)
         if isinstance(configs, Space):
             configs = configs.of(implementation.config)
-        checked = [
-            self.check_config_class(cfg, "candidate_cfgs (config_space) listed") for cfg in configs
-        ]
+        said = "candidate_cfgs (config_space) listed"
+        if self.implementations:
+            said = f"the space of {implementation.name!r} listed"
+        checked = [self.check_config_class(cfg, said) for cfg in configs]
         return self._with_heuristic(inv, checked, implementation)
 
     def with_heuristic(self, inv: Invocation[Cfg, Out], configs: Iterable[Cfg]) -> list[Cfg]:
         """The heuristic config, if there is one, and then the others, each once."""
-        return self._with_heuristic(inv, configs, serving(self, inv))
+        return self._with_heuristic(inv, configs, implementation_for(self, inv))
 
     def _with_heuristic(
         self,
@@ -438,7 +444,7 @@ class Kernel(Generic[Cfg, Out]):
         if reasons := field_reasons(cfg):
             raise TypeError(self._refusal(cfg, origin, reasons))
         if inv is not None:
-            chosen = implementation or serving(self, inv, cfg)
+            chosen = implementation or implementation_for(self, inv, cfg)
             if not chosen.takes(cfg):
                 raise TypeError(self._not_of(cfg, origin, (chosen.config,), f" for {chosen.name}"))
             if reasons := limit_reasons(chosen, cfg, inv):

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...store.reading import shown
 from ..utils.serialize import field_paths, field_types, is_symbolic, reasons_against_type
-from .supports import serving
+from .supports import implementation_for
 
 if TYPE_CHECKING:
     from .implementation import Implementation
@@ -180,7 +180,7 @@ def reasons_against_config(
     if reasons := field_reasons(cfg):
         return reasons
     try:
-        reasons = limit_reasons(serving(kernel, inv, cfg), cfg, inv)
+        reasons = limit_reasons(implementation_for(kernel, inv, cfg), cfg, inv)
     except ValueError as error:  # what it names does not exist, or does not support the call
         return [str(error)]
     not_supported = getattr(kernel, "not_supported", None)

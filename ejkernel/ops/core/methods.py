@@ -108,7 +108,7 @@ def _gradient(
 ) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None, bool]:
     """Both documented forms as the two functions of an implementation, and whether `out` is read.
 
-    The more specific form wins; between equals that in one piece does.
+    The more specific form wins; between equals `custom_vjp` does.
     """
     one_piece = _find(kernel, "custom_vjp", order)
     forward = _find(kernel, "fwd_with_residuals", order)

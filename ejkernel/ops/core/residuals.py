@@ -8,43 +8,45 @@ from typing import Any
 
 import numpy as np
 
-STEP = 8
-"""Counts of arrays are rounded up to a multiple of this, so that most rules agree on one."""
+CAPACITY_MULTIPLE = 8
+"""Capacities are rounded up to a multiple of this, so that most traces of a call fit into one."""
 
 
 class Residuals:
     """The residuals of one call, whichever of its arrays are differentiated.
 
-    JAX may trace the forward function several times, once for each set of differentiated arrays,
-    and gives the backward function the arrays of any of them in the structure of the last. So each
-    trace leaves the same number of arrays, empty ones among them; and what is not an array stays
-    here, where the shape of one more empty array says which it is.
+    `jax.custom_vjp` needs residuals of the same structure from every trace of the forward function,
+    and it traces once for each set of differentiated arrays. So each trace is padded with empty
+    arrays to a fixed number, and what is no array stays here: the shape of one more empty array is
+    the number under which it is found.
+
+    `min_capacity` is the number of arrays that always fit: the arguments of the call.
     """
 
-    def __init__(self, at_least: int) -> None:
-        self._at_least = at_least
-        self._beside: dict[int, tuple[int, Any]] = {}
+    def __init__(self, min_capacity: int) -> None:
+        self._min_capacity = min_capacity
+        self._static: dict[int, tuple[int, Any]] = {}
         self._numbers = itertools.count()  # two threads never get the same
-        self._room: dict[str, int] = {}
+        self._capacity: dict[str, int] = {}
 
-    def has_room(self, count: int) -> bool:
-        """Whether this many arrays can be left: the first trace decides how many any trace can.
+    def reserve(self, count: int) -> bool:
+        """Whether this many arrays fit: the first trace fixes the capacity of all of them.
 
-        There always is for `at_least`, the arguments of the call: whoever has more leaves these,
-        and computes the others again in the backward function.
+        A trace with more packs the arguments instead, and computes the others again in the backward
+        function.
         """
-        room = -(-max(count, self._at_least) // STEP) * STEP
-        return count <= self._room.setdefault("arrays", room)
+        multiples = -(-max(count, self._min_capacity) // CAPACITY_MULTIPLE)
+        return count <= self._capacity.setdefault("arrays", multiples * CAPACITY_MULTIPLE)
 
-    def leave(self, arrays: Sequence[Any], beside: Any) -> list[Any]:
+    def pack(self, arrays: Sequence[Any], static: Any) -> list[Any]:
         """What a forward function returns as its residuals."""
-        assert self.has_room(len(arrays))
+        assert self.reserve(len(arrays))
         number = next(self._numbers)
-        self._beside[number] = (len(arrays), beside)
-        unused = self._room["arrays"] - len(arrays)
+        self._static[number] = (len(arrays), static)
+        unused = self._capacity["arrays"] - len(arrays)
         return [np.zeros((0, number), bool), *arrays, *[np.zeros(0, bool)] * unused]
 
-    def take(self, residuals: Sequence[Any]) -> tuple[list[Any], Any]:
-        """What a backward function was left: the arrays, and what is no array."""
-        count, beside = self._beside[residuals[0].shape[1]]
-        return list(residuals[1 : 1 + count]), beside
+    def unpack(self, residuals: Sequence[Any]) -> tuple[list[Any], Any]:
+        """The arrays that were packed, and what is no array."""
+        count, static = self._static[residuals[0].shape[1]]
+        return list(residuals[1 : 1 + count]), static

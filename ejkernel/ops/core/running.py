@@ -23,7 +23,7 @@ from .invocation import array_owners, is_inexact
 from .kernel import Kernel
 from .specification import write_specification
 from .static_part import split
-from .supports import REFERENCE, demand_of, demanded, serving, without_demand
+from .supports import REFERENCE, demand_of, demanded, implementation_for, without_demand
 
 if TYPE_CHECKING:
     from .implementation import Implementation
@@ -85,7 +85,7 @@ def _run(
         )
         _build_what_serves(kernel, asked)
         cfg = select(asked)
-        implementation = serving(kernel, asked, cfg)
+        implementation = implementation_for(kernel, asked, cfg)
         run = implementation.forward
 
         def primal(*arrays: Any) -> Any:
@@ -107,7 +107,7 @@ def _run(
 def _build_what_serves(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> None:
     """Before a config is chosen: if it cannot be built, another implementation serves the call."""
     if any(item.build for item in kernel.implementations):
-        build = serving(kernel, inv, inv.override_cfg).build
+        build = implementation_for(kernel, inv, inv.override_cfg).build
         if build is not None:
             build()
 
@@ -117,7 +117,7 @@ def _has_rule(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> bool:
     if kernel.tune_implementations and demanded(inv, inv.override_cfg) is None:
         choices: Sequence[Implementation[Any, Any]] = kernel.implementations_here()
     else:
-        choices = [serving(kernel, inv, inv.override_cfg)]
+        choices = [implementation_for(kernel, inv, inv.override_cfg)]
     return any(choice.backward is not None for choice in choices)
 
 

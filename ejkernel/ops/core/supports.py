@@ -41,7 +41,8 @@ class Supports:
     Args:
       dtypes: of floating arrays; None allows any.
       without: keywords that it does not support when they are given (not None, False or 0).
-      rules: functions of an `Invocation`, each giving one sentence that says why not, or None.
+      rules: functions of an `Invocation`, each giving one sentence that says why not, or None. The
+        first line of its docstring is the requirement, as `ejkernel.modules.supported` prints it.
     """
 
     dtypes: tuple[str, ...] | None = None
@@ -107,7 +108,7 @@ def no_config_message(inv: Invocation[Any, Any]) -> str:
     )
 
 
-def serving(
+def implementation_for(
     kernel: Kernel[Any, Any], inv: Invocation[Any, Any], cfg: Any = None
 ) -> Implementation[Any, Any]:
     """The implementation that handles a call, or that a config of it is for.
@@ -125,9 +126,11 @@ def serving(
             return implementation
     if not here:
         kind, have = device_kind(), ", ".join(i.name for i in kernel.all_implementations())
+        advice = f"add run_{kind}, or run for any device"
+        if kernel.implementations:
+            advice = f"add an Implementation that runs on a {kind}"
         raise NotImplementedError(
-            f"kernel {kernel.full_op_id} has no implementation for {kind}: it has {have}; "
-            f"add one for it (run_{kind}, or run for any device)"
+            f"kernel {kernel.full_op_id} has no implementation for {kind}: it has {have}; {advice}"
         )
     raise NotSupported(_refusal(kernel, inv, None, []))
 

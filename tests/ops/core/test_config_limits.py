@@ -14,7 +14,7 @@ from ejkernel import modules
 from ejkernel.modules import OPERATIONS
 from ejkernel.ops.core.limits import field_reasons, limit_reasons
 from ejkernel.ops.core.space import _replaced
-from ejkernel.ops.core.supports import serving
+from ejkernel.ops.core.supports import implementation_for
 from ejkernel.ops.utils.serialize import field_paths
 from ejkernel.targets import find
 from ejkernel.targets.lowering import standing_on
@@ -134,4 +134,4 @@ def test_what_a_kernel_proposes_itself_fits(name, target):
             candidates = kernel.candidates(inv)
             for cfg in candidates:
                 assert field_reasons(cfg) == []
-                assert limit_reasons(serving(kernel, inv, cfg), cfg, inv) == [], cfg
+                assert limit_reasons(implementation_for(kernel, inv, cfg), cfg, inv) == [], cfg

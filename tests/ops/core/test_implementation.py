@@ -90,8 +90,8 @@ def gradient(kernel, x, **options):
 
 def test_the_first_that_supports_the_call_serves_it():
     kernel = Scale()
-    assert kernel.bind(X).served_by == "rows"
-    assert kernel.bind(X[:3]).served_by == "chunks"
+    assert kernel.bind(X).handled_by == "rows"
+    assert kernel.bind(X[:3]).handled_by == "chunks"
     np.testing.assert_allclose(kernel(X, factor=3.0), 3 * X)
     np.testing.assert_allclose(kernel(X[:3]), 2 * X[:3])
     assert gradient(kernel, X)[0] == 20
@@ -145,7 +145,7 @@ def test_implementations_race():
 
     kernel = Raced()
     assert kernel.candidates(kernel.bind(X)) == [Rows(2), Rows(1), Chunks(1)]
-    assert kernel.bind(X).served_by is None  # any of them may win
+    assert kernel.bind(X).handled_by is None  # any of them may win
 
 
 def test_a_store_gives_back_the_class_that_was_stored(tmp_path):

@@ -132,7 +132,7 @@ def test_when_nobody_serves_all_are_named():
 def test_configs_are_kept_apart_by_who_serves():
     double = Double()
     free, demanded = double.bind(ones), double.bind(ones, implementation="xla")
-    assert (free.served_by, demanded.served_by) == ("cpu", "xla")
+    assert (free.handled_by, demanded.handled_by) == ("cpu", "xla")
     assert free.key != demanded.key
     assert call_fields(free)["implementation"] == "cpu"
 

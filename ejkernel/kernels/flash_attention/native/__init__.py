@@ -120,7 +120,7 @@ _FEWEST_ROWS = 24
 
 
 def _has_enough_rows(inv: Invocation[Any, Any]) -> str | None:
-    """None, or why XLA is faster: all keys are packed first, which a few queries do not pay back.
+    """Enough queries: all keys are packed first, and for a few queries XLA is faster.
 
     Who asks for this implementation, by name or with a config of its class, gets it.
     """
@@ -140,6 +140,7 @@ def _rows_of_a_key_head(inv: Invocation[Any, Any]) -> int:
 
 
 def _is_available(inv: Invocation[Any, Any]) -> str | None:
+    """A C++ compiler, or a library that was built before."""
     return unavailable(LIBRARY)
 
 

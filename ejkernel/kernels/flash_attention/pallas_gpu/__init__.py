@@ -76,7 +76,7 @@ _MOST_FEATURES = 256
 
 
 def _features_fit(inv: Invocation[Any, Any]) -> str | None:
-    """Tiles of wider heads do not fit into the shared memory of a multiprocessor."""
+    """A head_dim and a value_dim whose tiles fit into the shared memory of a multiprocessor."""
     q, _, v = inv.args
     for name, array in (("head_dim", q), ("value_dim", v)):
         if array.shape[3] > _MOST_FEATURES:

@@ -22,7 +22,7 @@ def run_with_gradient(call: PartitionedCall, placement: Placement, arrays: Seque
     layout = call.layout
     count = len(layout.outputs)
     structures: list[Any] = []
-    left = Residuals(at_least=len(arrays))
+    packed = Residuals(min_capacity=len(arrays))
 
     def local(shards: Shards | None, arrays: Sequence[Any]) -> list[Any]:
         leaves, structure = call.local(shards, arrays)
@@ -47,13 +47,13 @@ def run_with_gradient(call: PartitionedCall, placement: Placement, arrays: Seque
         )
         leaves = forward_pass(residuals.forward)(*values)
         out, kept = leaves[:count], leaves[count:]
-        if not left.has_room(len(residuals.arguments) + len(kept)):
+        if not packed.reserve(len(residuals.arguments) + len(kept)):
             residuals, kept = Recomputed(local, wanted, len(values)), []
         needed = [values[i] for i in residuals.arguments]
-        return out, left.leave([*needed, *kept], (residuals, wanted))
+        return out, packed.pack([*needed, *kept], (residuals, wanted))
 
     def backward(saved: Any, dout: Any) -> tuple[list[Any]]:
-        leaves, (residuals, wanted) = left.take(saved)
+        leaves, (residuals, wanted) = packed.unpack(saved)
         kept = leaves[len(residuals.arguments) :]
 
         def pull_back(shards: Shards | None, arrays: Sequence[Any]) -> list[Any]:
