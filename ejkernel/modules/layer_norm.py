@@ -65,7 +65,7 @@ def layer_norm(
       weight_offset: added to the weight; 1.0 for weights stored around zero.
       residual: like `x`. Then `x + residual` is normalised, and that sum is returned too.
       implementation: `"xla"`, `"pallas"` (TPU) or `"triton"` (GPU); by default the first that
-        serves the call on this device.
+        supports the call on this device.
       cfg: a config of one implementation, which then runs; by default the tuned one of the store,
         else a heuristic.
 

@@ -56,7 +56,7 @@ def linear_cross_entropy(
       reduction: `"mean"` over the rows that count (0 if there are none), `"sum"`, or `"none"` for
         the loss of every row.
       implementation: `"xla"`, `"pallas"` (TPU) or `"triton"` (GPU); by default the first that
-        serves the call on this device.
+        supports the call on this device.
       cfg: a config of one implementation, which then runs; by default the tuned one of the store,
         else a heuristic.
 

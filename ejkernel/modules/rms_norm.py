@@ -62,7 +62,7 @@ def rms_norm(
       residual: like `x`. Then `x + residual` is normalised, and that sum is returned too: the
         stream that goes on beside a transformer's layer.
       implementation: `"xla"`, `"pallas"` (TPU) or `"triton"` (GPU); by default the first that
-        serves the call on this device.
+        supports the call on this device.
       cfg: a config of one implementation, which then runs; by default the tuned one of the store,
         else a heuristic.
 
