@@ -133,7 +133,7 @@ def test_implementations_say_what_they_cannot_serve(implementation, dim, reason)
 
 def test_an_implementation_of_another_device_is_refused():
     q, k, v, g, _ = inputs(length=1)
-    with pytest.raises(NotSupported, match="it serves tpu devices"):
+    with pytest.raises(NotSupported, match="it runs on tpu devices"):
         gated_linear_attention(q, k, v, g, implementation="pallas")
 
 
