@@ -18,7 +18,7 @@ from ejkernel.ops.tuner import session
 from ejkernel.ops.tuner.isolation import journal as journal_module
 from ejkernel.ops.tuner.isolation.journal import Culprit, Journal, default_folder
 
-ROOT = pathlib.Path(journal_module.__file__).parents[3]
+ROOT = pathlib.Path(journal_module.__file__).parents[4]
 RUNNING = """
 import sys, time
 from ejkernel.ops.tuner.isolation.journal import Journal
