@@ -171,9 +171,12 @@ def test_large_scores(implementation: str, option: str) -> None:
         dlse = np.random.default_rng(3).standard_normal((BATCH, HEADS, Q_LEN)).astype(np.float32)
     dout = real_rows((Q_LEN, Q_LEN))
     run = differentiated(attention_of(implementation), **fixed)
-    # A compiler may fuse the last product of a cap with what is subtracted from it, here and not
-    # there: of a cap of 1e4 that is a digit behind the point. Caps are of the order of 50.
-    for size in (3e2,) if option == "cap" else (3e2, 1e4, 1e6):
+    sizes = (3e2, 1e4, 1e6)
+    if option == "cap":
+        # An interpreted kernel's tanh is not the same to the last digit in two programs: of a cap
+        # of 1e4 that is a digit behind the point.
+        sizes = (3e2,) if implementation == "pallas" else (3e2, 1e4, 1e5)
+    for size in sizes:
         inputs = arrays(size)
         given = dict(more)
         if option == "sinks":

@@ -74,3 +74,17 @@ def ceil_div(a: int, b: int) -> int:
 def scalar(value: float, like: jax.Array) -> Any:
     """The number as an operand of `lax`, beside an array of float32 or float64."""
     return like.dtype.type(value)
+
+
+# Up to here the rounding of a capped score is below that of its exponential.
+_USUAL_CAP = 256.0
+
+
+def times_cap(bent: jax.Array, cap: float) -> jax.Array:
+    """Scores between -1 and 1 times a soft cap, rounded as a number of their own.
+
+    A compiler may fuse a product with what is then subtracted, in one pass and not in the other:
+    of a cap of 10,000 that is a digit behind the point. No product is fused through a maximum.
+    """
+    capped = lax.mul(bent, scalar(cap, bent))
+    return capped if cap <= _USUAL_CAP else lax.max(capped, scalar(-cap, bent))

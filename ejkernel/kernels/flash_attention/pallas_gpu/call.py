@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ..options import Options
-from ..scalars import int32, larger, quotient, smaller
+from ..scalars import int32, larger, quotient, smaller, times_cap
 from ..tiles import Index, Tiles, blocks_in, both, clamped_lengths, id_ranges, padded_ids
 
 SMALLEST_BLOCK = 16  # of Triton's matrix products
@@ -213,7 +213,7 @@ class Call:
         if options.logits_soft_cap is not None:
             capped = _tanh(scores / options.logits_soft_cap)
             slope = 1.0 - capped * capped
-            scores = options.logits_soft_cap * capped
+            scores = times_cap(capped, options.logits_soft_cap)
         if "bias" in refs:
             scores += self._score_tile(refs["bias"], at, i, j).astype(jnp.float32)
         return scores, slope

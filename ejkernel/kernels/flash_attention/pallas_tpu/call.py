@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..options import Options
 from ..rows import NOTHING_SEEN
-from ..scalars import ceil_div, larger, quotient, smaller
+from ..scalars import ceil_div, larger, quotient, smaller, times_cap
 from ..tiles import Index, Tiles, blocks_in, both, clamped_lengths, id_ranges, padded_ids
 
 LANES = 128
@@ -256,7 +256,7 @@ class Call:
         if options.logits_soft_cap is not None:
             capped = jnp.tanh(scores / options.logits_soft_cap)
             slope = 1.0 - capped * capped
-            scores = options.logits_soft_cap * capped
+            scores = times_cap(capped, options.logits_soft_cap)
         if "bias" in refs:
             scores += self._as_tile(refs["bias"][0, 0].astype(jnp.float32))
         return scores, slope

@@ -18,7 +18,7 @@ from jax import lax
 from ...slicing import put
 from ..dropout import keep_mask
 from ..options import Options
-from ..scalars import Index, int32, minus, plus, scalar, times
+from ..scalars import Index, int32, minus, plus, scalar, times, times_cap
 from .layout import block, counting, pad
 from .tiling import Tiling
 
@@ -136,7 +136,7 @@ class Tile:
             return scores, None
         bent = lax.tanh(lax.mul(scores, scalar(1 / cap, scores)))
         slope = lax.sub(scalar(1, bent), lax.mul(bent, bent))
-        return lax.mul(bent, scalar(cap, bent)), slope
+        return times_cap(bent, cap), slope
 
     def _visible(self, i: Index, j: Index) -> jax.Array | None:
         """Which scores count, `(batch or 1, heads or 1, queries, group or 1, keys)` as placed."""
