@@ -61,6 +61,19 @@ class Implementation(Generic[Cfg, Out]):
     build: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise TypeError(f"an implementation needs a name, got name={self.name!r}")
+        for field in ("forward", "heuristic", "space", "forward_with_residuals", "backward"):
+            value = getattr(self, field)
+            if not callable(value) and (value is not None or field == "forward"):
+                raise TypeError(
+                    f"implementation {self.name!r}: {field} must be a function, got {value!r}"
+                )
+        if self.devices is not None and not isinstance(self.devices, tuple):
+            raise TypeError(
+                f"implementation {self.name!r}: devices must be a tuple of kinds, such as "
+                f"('cpu',), or None for all; got {self.devices!r}"
+            )
         if (self.forward_with_residuals is None) != (self.backward is None):
             have, lack = "forward_with_residuals", "backward"
             if self.backward is not None:

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from ...store.reading import shown
 from ..utils.fingerprint import device_kind
-from ..utils.serialize import config_type_named, declare_type, from_plain, qualified_name
+from ..utils.serialize import (
+    config_type_named,
+    declare_type,
+    field_types,
+    from_plain,
+    qualified_name,
+)
 from ..utils.stable import stable_json
 from . import catalog
 from .implementation import Implementation, class_name, is_constructible
@@ -140,11 +146,21 @@ class Kernel(Generic[Cfg, Out]):
         if declared is not None:
             cls.config_type = declared
         declare_type(cls.config_type)
+        if not isinstance(cls.implementations, (tuple, list)):
+            raise TypeError(
+                f"kernel class {cls.__name__}: implementations must be a list or a tuple, got "
+                f"{shown(cls.implementations)}"
+            )
         for item in cls.implementations:
             if not isinstance(item, Implementation):
                 raise TypeError(
                     f"kernel class {cls.__name__}: implementations holds {shown(item)}, which is "
                     "no Implementation"
+                )
+            if item.config is None:
+                raise TypeError(
+                    f"kernel class {cls.__name__}: implementation {item.name!r} needs the class of "
+                    "its configs: config=…, a frozen dataclass, which may be empty"
                 )
             declare_type(item.config)
 
@@ -188,6 +204,14 @@ class Kernel(Generic[Cfg, Out]):
             raise TypeError(
                 f"{where}: its implementations are called {', '.join(names)}; each needs a name "
                 f"of its own, and {REFERENCE!r} is taken"
+            )
+        shared = [i.config for i in given if [j.config for j in given].count(i.config) > 1]
+        unmarked = [c for c in shared if IMPLEMENTATION not in field_types(c)]
+        if self.tune_implementations and unmarked:
+            raise TypeError(
+                f"{where}: tune_implementations needs configs that say for which implementation "
+                f"they are: give {class_name(unmarked[0])} a field `implementation: str | None = "
+                "None`, or each implementation a class of its own"
             )
         methods = [m for method in METHODS for m in written_methods(type(self), method)]
         if methods or self.supports or self.limits:

@@ -180,9 +180,12 @@ def reasons_against_config(
     if reasons := field_reasons(cfg):
         return reasons
     try:
-        reasons = limit_reasons(implementation_for(kernel, inv, cfg), cfg, inv)
+        chosen = implementation_for(kernel, inv, cfg)
     except ValueError as error:  # what it names does not exist, or does not support the call
         return [str(error)]
+    if not chosen.takes(cfg):
+        return [f"a {type(cfg).__name__} is no config of {chosen.name}, which handles the call"]
+    reasons = limit_reasons(chosen, cfg, inv)
     not_supported = getattr(kernel, "not_supported", None)
     return reasons if not_supported is None else [*reasons, *not_supported(cfg, inv)]
 

@@ -93,14 +93,15 @@ _ALL, _UNLIMITED = Supports(), Limits()
 def _method_order(kernel: Kernel[Any, Any], own: str, kind: str) -> list[str]:
     """The suffixes under which the methods of an implementation are looked for.
 
-    What belongs to another implementation must not be taken: of the other suffixes only those count
-    that have no run method. The method without a suffix is for everybody.
+    The first run method of a device has all of the device's methods, most specific first. Where
+    calls go to several, each has its own and those of less specific suffixes.
     """
     order = suffix_order(kind)
-    free = [s for s in order if s == own or not _written(kernel, "run", s)]
-    if not own:
-        return free
-    return [*([] if own in order else [own]), *(s for s in free if s), ""]
+    first = next(s for s in (*order, own) if s == own or _written(kernel, "run", s))
+    if own == first and own in order and not kernel.supports:
+        return list(order)
+    rest = order[order.index(own) + 1 :] if own in order else order
+    return list(dict.fromkeys((own, *rest, "")))
 
 
 def _gradient(

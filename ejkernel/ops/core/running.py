@@ -83,7 +83,7 @@ def _run(
         asked = dataclasses.replace(
             call, args=args, kwargs={**kwargs, **demand}, differentiated=tuple(names)
         )
-        _build_what_serves(kernel, asked)
+        _build_handler(kernel, asked)
         cfg = select(asked)
         implementation = implementation_for(kernel, asked, cfg)
         run = implementation.forward
@@ -104,8 +104,8 @@ def _run(
     return call_with_jvp(choose, arrays)
 
 
-def _build_what_serves(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> None:
-    """Before a config is chosen: if it cannot be built, another implementation serves the call."""
+def _build_handler(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> None:
+    """Before a config is chosen: if it cannot be built, another implementation handles the call."""
     if any(item.build for item in kernel.implementations):
         build = implementation_for(kernel, inv, inv.override_cfg).build
         if build is not None:
@@ -113,8 +113,13 @@ def _build_what_serves(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> N
 
 
 def _has_rule(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> bool:
-    """Whether a gradient rule of the kernel's own, not JAX, differentiates a call."""
-    if kernel.tune_implementations and demanded(inv, inv.override_cfg) is None:
+    """Whether a gradient rule of the kernel's own, not JAX, differentiates a call.
+
+    Which implementation runs is known when a config is chosen: until then it may be any that a
+    config can be for.
+    """
+    by_config = kernel.tune_implementations or len(kernel.config_types) > 1
+    if by_config and inv.override_cfg is None and demanded(inv) is None:
         choices: Sequence[Implementation[Any, Any]] = kernel.implementations_here()
     else:
         choices = [implementation_for(kernel, inv, inv.override_cfg)]

@@ -121,9 +121,14 @@ def implementation_for(
             raise NotSupported(_refusal(kernel, inv, chosen, reasons))
         return chosen
     here = kernel.implementations_here()
-    for implementation in here:
-        if (cfg is None or implementation.takes(cfg)) and not implementation.unsupported(inv):
+    owners = here if cfg is None else [item for item in here if item.takes(cfg)]
+    for implementation in owners:
+        if not implementation.unsupported(inv):
             return implementation
+    if cfg is not None and len(kernel.config_types) > 1:
+        owners = owners or [item for item in kernel.all_implementations() if item.takes(cfg)]
+        if owners:  # its class says for which one it is, and that one cannot
+            raise NotSupported(_refusal(kernel, inv, owners[0], owners[0].unsupported(inv)))
     if not here:
         kind, have = device_kind(), ", ".join(i.name for i in kernel.all_implementations())
         advice = f"add run_{kind}, or run for any device"

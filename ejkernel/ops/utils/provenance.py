@@ -104,6 +104,9 @@ class _Reader:
     def _value(self, name: str, value: Any) -> Iterator[str]:
         """The text of something that a name stands for: code, or a constant."""
         inner = _unwrapped(value)
+        if isinstance(value, functools.partial):
+            with contextlib.suppress(TypeError):  # what has no stable form is left out
+                yield f"{name}: {stable_json([value.args, value.keywords])}"
         if isinstance(inner, types.FunctionType):
             yield from self._function(name, inner)
             if inner is not value:  # `jax.custom_vjp` holds its rules, for one

@@ -142,6 +142,7 @@ def test_heuristics_and_candidates_are_of_who_serves():
 def test_implementations_race():
     class Raced(Scale):
         tune_implementations = True
+        implementations = (ROWS, CHUNKS)
 
     kernel = Raced()
     assert kernel.candidates(kernel.bind(X)) == [Rows(2), Rows(1), Chunks(1)]
@@ -236,3 +237,116 @@ def test_a_changed_pass_makes_entries_stale_and_a_changed_space_does_not():
 
     assert source_hash(Same) == source_hash(Space)
     assert source_hash(Same) != source_hash(Other)
+
+
+@pytest.mark.parametrize("place", ["overlay", "store"])
+def test_the_gradient_is_that_of_the_config_that_was_chosen(place, tmp_path, monkeypatch):
+    class Reversed(Scale):
+        implementations = (CHUNKS, ROWS)  # the first has no rule of its own
+
+    kernel = Reversed()
+    key = kernel.bind(X).differentiate().key
+    assert gradient(kernel, X)[0] == 2
+    if place == "overlay":
+        with overlay_cache({key: Rows(4)}):
+            assert gradient(kernel, X)[0] == 20
+    else:
+        store = PersistentCache(tmp_path)
+        store.put(key, Rows(4))
+        executor = Executor(ConfigSelectorChain(ConfigCache(), persistent=store, autotune=False))
+        assert jax.grad(lambda x: executor(kernel, x).sum())(X)[0] == 20
+
+
+def test_a_stored_config_of_another_implementation_than_the_demanded_is_skipped():
+    kernel = Scale()
+    for name, wrong in (("rows", Chunks(2)), ("chunks", Rows(4))):
+        inv = kernel.bind(X, implementation=name)
+        with overlay_cache({inv.key: wrong}):
+            np.testing.assert_allclose(kernel(X, implementation=name), 2 * X)
+            decision = ConfigSelectorChain(ConfigCache(), autotune=False).decide(inv, kernel)
+        assert decision.tier == "heuristics"
+        assert f"is no config of {name}" in decision.explain()
+
+
+def test_a_config_whose_implementation_does_not_support_the_call_says_so():
+    with pytest.raises(NotSupported, match="implementation='rows' does not support") as error:
+        Scale()(X[:3], cfg=Rows(1))
+    assert "use 'chunks'" in str(error.value)
+
+    @dataclasses.dataclass(frozen=True)
+    class OnTpu:
+        pass
+
+    class Far(Scale):
+        implementations = (dataclasses.replace(ELSEWHERE, config=OnTpu), CHUNKS)
+
+    with pytest.raises(NotSupported, match="it runs on tpu devices, and this is a cpu"):
+        Far()(X, cfg=OnTpu())
+
+
+def test_what_is_fixed_in_a_partial_function_is_part_of_the_source():
+    import functools
+
+    def of(factor):
+        class Fixed(Scale):
+            forward = functools.partial(by_chunks, factor=factor)
+            implementations = (dataclasses.replace(CHUNKS, forward=forward),)
+
+        return source_hash(Fixed)
+
+    assert of(2.0) == of(2.0) != of(3.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"name": ""}, "needs a name"),
+        ({"config": None}, "needs the class of its configs"),
+        ({"space": [Rows(1)]}, "space must be a function"),
+        ({"heuristic": Rows(1)}, "heuristic must be a function"),
+        ({"devices": "cpu"}, "devices must be a tuple"),
+    ],
+)
+def test_incomplete_implementations_are_refused(change, words):
+    with pytest.raises(TypeError, match=words):
+
+        class Wrong(Scale):
+            implementations = (dataclasses.replace(ROWS, **change),)
+
+
+def test_implementations_that_race_must_be_told_apart():
+    class Alike(Scale):
+        tune_implementations = True
+        implementations = (ROWS, dataclasses.replace(ROWS, name="again"))
+
+    with pytest.raises(TypeError, match="field `implementation"):
+        Alike()
+    with pytest.raises(TypeError, match="must be a list"):
+
+        class Single(Scale):
+            implementations = ROWS
+
+
+class MixedMethods(Kernel[Rows, jax.Array]):
+    """Methods of one suffix stand in for those that another lacks, in the order of the device."""
+
+    def run_cpu(self, x, *, cfg):
+        return 2 * x
+
+    def run_xla(self, x, *, cfg):
+        return 2 * x
+
+    def custom_vjp_xla(self, primals, cfg, kwargs, cotangents):
+        return (20 * cotangents[0],)
+
+    def config_space_xla(self, inv):
+        return [Rows(1)]
+
+    def config_space(self, inv):
+        return [Rows(2)]
+
+
+def test_methods_are_looked_up_in_the_order_of_the_device():
+    kernel = MixedMethods()
+    assert gradient(kernel, X)[0] == 20
+    assert kernel.candidates(kernel.bind(X)) == [Rows(4), Rows(1)]
