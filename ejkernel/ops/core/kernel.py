@@ -468,6 +468,10 @@ class Kernel(Generic[Cfg, Out]):
         if reasons := field_reasons(cfg):
             raise TypeError(self._refusal(cfg, origin, reasons))
         if inv is not None:
+            named = getattr(cfg, IMPLEMENTATION, None)
+            if named is not None and demanded(inv) not in (None, named):
+                reason = f"the call demands {IMPLEMENTATION}={demanded(inv)!r}"
+                raise ValueError(self._refusal(cfg, origin, [reason]))
             chosen = implementation or implementation_for(self, inv, cfg)
             if not chosen.takes(cfg):
                 raise TypeError(self._not_of(cfg, origin, (chosen.config,), f" for {chosen.name}"))

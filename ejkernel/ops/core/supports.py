@@ -122,6 +122,7 @@ def implementation_for(
         return chosen
     here = kernel.implementations_here()
     owners = here if cfg is None else [item for item in here if item.takes(cfg)]
+    owners = [item for item in owners if item.config is type(cfg)] or owners
     for implementation in owners:
         if not implementation.unsupported(inv):
             return implementation

@@ -350,3 +350,29 @@ def test_methods_are_looked_up_in_the_order_of_the_device():
     kernel = MixedMethods()
     assert gradient(kernel, X)[0] == 20
     assert kernel.candidates(kernel.bind(X)) == [Rows(4), Rows(1)]
+
+
+def test_a_config_class_that_extends_another_is_for_its_own_implementation():
+    @dataclasses.dataclass(frozen=True)
+    class MoreRows(Rows):
+        pass
+
+    class Extended(Scale):
+        implementations = (ROWS, dataclasses.replace(CHUNKS, config=MoreRows, forward=by_rows))
+
+    assert gradient(Extended(), X, cfg=MoreRows())[0] == 2
+    assert gradient(Extended(), X, cfg=Rows())[0] == 20
+
+
+def test_a_call_and_its_config_that_name_two_implementations():
+    @dataclasses.dataclass(frozen=True)
+    class Named:
+        implementation: str | None = None
+
+    class Two(Scale):
+        implementations = tuple(
+            Implementation(name=name, config=Named, forward=lambda x, *, cfg: x) for name in "ab"
+        )
+
+    with pytest.raises(ValueError, match="the call demands implementation='a'"):
+        Two()(X, implementation="a", cfg=Named("b"))
