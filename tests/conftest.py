@@ -86,3 +86,23 @@ def isolated(tmp_path, monkeypatch):
     clear_invocations()
     yield
     set_default_executor(None)
+
+
+class Clock:
+    """Time that passes only when a test spends it."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.runs = 0
+
+    def __call__(self):
+        return self.now
+
+    def spend(self, seconds):
+        self.now += seconds
+        self.runs += 1
+
+
+@pytest.fixture
+def clock():
+    return Clock()
