@@ -124,7 +124,9 @@ def test_hundreds_of_executors_leave_nothing_behind():
             new_executor()(kernel, X)
         gc.collect()
         sizes.append((len(kernel._entries), programs()))
-    assert sizes[0] == sizes[1]
+    (entries, before), (entries_later, after) = sizes
+    assert entries == entries_later
+    assert after <= before  # less, where something of another test was collected meanwhile
 
 
 def test_an_executor_in_use_keeps_its_programs():
