@@ -15,7 +15,6 @@ from ..utils.fingerprint import device_kind
 from ..utils.serialize import (
     config_type_named,
     declare_type,
-    field_types,
     from_plain,
     qualified_name,
 )
@@ -25,14 +24,12 @@ from .implementation import Implementation, class_name, is_constructible
 from .invocation import Invocation, KeyBuilder
 from .limits import Limits, field_reasons, limit_reasons, with_plain_numbers
 from .methods import (
-    METHODS,
     SUFFIXES,
     all_implementations_of,
     check_method_names,
     default,
     implementations_of,
     method_name,
-    written_methods,
 )
 from .near import NearShapes
 from .partitioning import needs_mesh
@@ -50,6 +47,7 @@ from .supports import (
     without_demand,
 )
 from .types import Cfg, Out
+from .validation import check_implementations, check_kernel, refuse_reserved_keyword
 
 if TYPE_CHECKING:
     from ..execution.jitted import JittedCalls
@@ -61,10 +59,6 @@ def provide_calling(make_entries: Callable[[Kernel[Any, Any]], JittedCalls]) -> 
     """Set what makes the jitted calls of a kernel: `execution`, which core may not import."""
     global _make_entries
     _make_entries = make_entries
-
-
-_OP_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
-_VERSION = re.compile(r"[A-Za-z0-9_.]+")
 
 
 class Kernel(Generic[Cfg, Out]):
@@ -139,29 +133,15 @@ class Kernel(Generic[Cfg, Out]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         check_method_names(cls)
-        _refuse_reserved_keyword(cls)
+        refuse_reserved_keyword(cls)
         _give_both_names(cls)
         _keep_builder_a_function(cls)
         declared = _declared_config_type(cls)
         if declared is not None:
             cls.config_type = declared
         declare_type(cls.config_type)
-        if not isinstance(cls.implementations, (tuple, list)):
-            raise TypeError(
-                f"kernel class {cls.__name__}: implementations must be a list or a tuple, got "
-                f"{shown(cls.implementations)}"
-            )
+        check_implementations(cls)
         for item in cls.implementations:
-            if not isinstance(item, Implementation):
-                raise TypeError(
-                    f"kernel class {cls.__name__}: implementations holds {shown(item)}, which is "
-                    "no Implementation"
-                )
-            if item.config is None:
-                raise TypeError(
-                    f"kernel class {cls.__name__}: implementation {item.name!r} needs the class of "
-                    "its configs: config=…, a frozen dataclass, which may be empty"
-                )
             declare_type(item.config)
 
     def __init__(
@@ -178,80 +158,8 @@ class Kernel(Generic[Cfg, Out]):
             self._make_callable()  # programs and JAX's errors carry the name
         if version is not None:
             self.version = str(version)
-        self._validate()
+        check_kernel(self)
         catalog.add(self)
-
-    def _validate(self) -> None:
-        cls = type(self)
-        if self.implementations:
-            self._validate_implementations(self.implementations)
-        else:
-            self._validate_methods()
-        for label, value, pattern in (
-            ("name", self.op_id, _OP_ID),
-            ("version", self.version, _VERSION),
-        ):
-            if not isinstance(value, str) or not pattern.fullmatch(value):
-                raise ValueError(
-                    f"kernel {cls.__name__}: {label} {value!r} cannot stand in a label; use "
-                    "letters, digits, '_', '.', '-' and '/'"
-                )
-
-    def _validate_implementations(self, given: Sequence[Implementation[Any, Any]]) -> None:
-        where = f"kernel {self.op_id!r} ({type(self).__name__})"
-        names = [item.name for item in given]
-        if len(set(names)) < len(names) or REFERENCE in names:
-            raise TypeError(
-                f"{where}: its implementations are called {', '.join(names)}; each needs a name "
-                f"of its own, and {REFERENCE!r} is taken"
-            )
-        shared = [i.config for i in given if [j.config for j in given].count(i.config) > 1]
-        unmarked = [c for c in shared if IMPLEMENTATION not in field_types(c)]
-        if self.tune_implementations and unmarked:
-            raise TypeError(
-                f"{where}: tune_implementations needs configs that say for which implementation "
-                f"they are: give {class_name(unmarked[0])} a field `implementation: str | None = "
-                "None`, or each implementation a class of its own"
-            )
-        methods = [m for method in METHODS for m in written_methods(type(self), method)]
-        if methods or self.supports or self.limits:
-            said = ", ".join(methods) or "supports or limits"
-            raise TypeError(
-                f"{where} has implementations and also {said}; an implementation has all of "
-                "these itself"
-            )
-
-    def _validate_methods(self) -> None:
-        cls = type(self)
-        runs = written_methods(cls, "run")
-        if not runs:
-            raise TypeError(
-                f"kernel {self.op_id!r} ({cls.__name__}) has no run method; write "
-                "run(self, *args, cfg, **kwargs) or one of run_triton, run_pallas, run_xla, "
-                "run_gpu, run_tpu, run_cpu; or give it implementations"
-            )
-        forward, backward = (bool(written_methods(cls, m)) for m in ("fwd_with_residuals", "vjp"))
-        if forward != backward:
-            have, lack = ("fwd_with_residuals", "vjp") if forward else ("vjp", "fwd_with_residuals")
-            raise TypeError(
-                f"kernel {self.op_id!r} ({cls.__name__}) defines {have} without {lack}; a gradient "
-                "needs both (or custom_vjp alone)"
-            )
-        names = [method.removeprefix("run_") for method in runs]
-        for attribute in ("supports", "limits"):
-            if unknown := sorted(set(getattr(self, attribute)) - set(names)):
-                raise TypeError(
-                    f"kernel {self.op_id!r} ({cls.__name__}): {attribute} names "
-                    f"{', '.join(unknown)}, but it has {', '.join(names)}"
-                )
-        for name, limits in self.limits.items():
-            if dataclasses.is_dataclass(self.config_type) and (
-                unknown := limits.unknown_fields(self.config_type)
-            ):
-                raise TypeError(
-                    f"kernel {self.op_id!r} ({cls.__name__}): limits[{name!r}] names "
-                    f"{', '.join(unknown)}, which {class_name(self.config_type)} does not have"
-                )
 
     # --- identity --------------------------------------------------------------------------------
 
@@ -549,21 +457,6 @@ def _give_both_names(cls: type) -> None:
         for written, other in (names, names[::-1]):
             if written in vars(cls) and other not in vars(cls):
                 setattr(cls, other, vars(cls)[written])
-
-
-def _refuse_reserved_keyword(cls: type) -> None:
-    """Refuse a run method that takes `implementation`: it would never get it."""
-    for name in written_methods(cls, "run"):
-        method = vars(cls).get(name)
-        if isinstance(method, types.FunctionType):
-            taken = method.__code__.co_varnames[
-                : method.__code__.co_argcount + method.__code__.co_kwonlyargcount
-            ]
-            if IMPLEMENTATION in taken:
-                raise TypeError(
-                    f"kernel class {cls.__name__}: {name}() takes a keyword {IMPLEMENTATION!r}, "
-                    "which every call has already: it demands a run method by name; rename yours"
-                )
 
 
 def _keep_builder_a_function(cls: type) -> None:
