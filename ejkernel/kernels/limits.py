@@ -20,6 +20,6 @@ WARPS = Limit(least=1, most=32, power_of_two=True)
 STAGES = Limit(least=1, most=16)
 
 
-def launch(prefix: str, warps: str = "num_warps", stages: str = "num_stages") -> dict[str, Limit]:
-    """How a Triton kernel is launched, for the fields behind a prefix such as `fwd.`."""
-    return {f"{prefix}{warps}": WARPS, f"{prefix}{stages}": STAGES}
+def launch(prefix: str) -> dict[str, Limit]:
+    """How a Triton kernel is launched, for the fields behind a prefix such as `backward_`."""
+    return {f"{prefix}num_warps": WARPS, f"{prefix}num_stages": STAGES}

@@ -24,10 +24,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ejkernel.ops import Invocation
 
+from ..dot import dot
 from ..dtypes import accumulation_dtype
 from ..row_blocks import in_row_blocks
 from .activations import gated
@@ -108,7 +108,7 @@ def projections(call: Arguments) -> tuple[jax.Array, jax.Array]:
     return gate if b_gate is None else gate + b_gate, up if b_up is None else up + b_up
 
 
-def _dot(call: Arguments, left: jax.Array, right: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    """The product over one axis of each."""
-    contracted, wide = (((axes[0],), (axes[1],)), ((), ())), accumulation_dtype(left.dtype)
-    return lax.dot_general(left, right, contracted, call.precision, wide)
+def _dot(call: Arguments, left: jax.Array, right: jax.Array, summed: tuple[int, int]) -> jax.Array:
+    """The product in the precision of a call, and in the dtype that sums are kept in."""
+    wide = accumulation_dtype(left.dtype)
+    return dot(left, right, summed, dtype=wide, precision=call.precision)
