@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Generic
 
 from ..utils.fingerprint import device_kind
-from .limits import Limits
+from .limits import Limits, declared_limits
 from .supports import Supports
 from .types import Cfg, Out
 
@@ -27,17 +28,32 @@ class Implementation(Generic[Cfg, Out]):
 
     A call goes to the first that runs on the device and supports the call.
 
+    What belongs to its configs may stand in their class, which reads as one piece::
+
+        @dataclasses.dataclass(frozen=True)
+        class Blocks:
+            block: Annotated[int, Limit(multiple_of=128)] = 256
+
+            @classmethod
+            def heuristic(cls, inv: Invocation) -> Blocks: ...
+
+            @classmethod
+            def space(cls, inv: Invocation) -> list[Blocks]: ...
+
+            def unfit(self, inv: Invocation) -> str | None: ...  # why this one does not fit a call
+
     Args:
       name: what `implementation=` and messages call it.
       forward: `forward(*args, cfg, **kwargs)` gives the output.
       config: the class of its configs. Where implementations have classes of their own, a config
         says by its class which one it is for.
       devices: kinds of devices that it runs on; None: all.
-      heuristic: a good config for an `Invocation`, without measuring; None: the class's defaults.
-      space: configs worth trying for an `Invocation`, as a list or a `Space`; None: only the
-        heuristic one.
+      heuristic: a good config for an `Invocation`, without measuring; None: what the class's own
+        `heuristic` says, or else its defaults.
+      space: configs worth trying for an `Invocation`, as a list or a `Space`; None: what the
+        class's own `space` says, or else only the heuristic one.
       supports: which calls it can handle.
-      limits: what the fields of its configs may be.
+      limits: what the fields of its configs may be, in addition to what their annotations say.
       forward_with_residuals: gives the output and what `backward` needs more than the arguments.
       backward: `backward(residuals, out, dout, *args, cfg, **kwargs)` gives one gradient for each
         positional argument, None where there is none, and then one dict for keywords if any has
@@ -81,13 +97,17 @@ class Implementation(Generic[Cfg, Out]):
             raise TypeError(
                 f"implementation {self.name!r} has {have} without {lack}; a gradient needs both"
             )
-        if dataclasses.is_dataclass(self.config) and (
-            unknown := self.limits.unknown_fields(self.config)
-        ):
+        if not isinstance(self.config, type) or not dataclasses.is_dataclass(self.config):
+            return
+        if unknown := self.limits.unknown_fields(self.config):
             raise TypeError(
                 f"implementation {self.name!r}: its limits name {', '.join(unknown)}, which "
                 f"{class_name(self.config)} does not have"
             )
+        object.__setattr__(self, "limits", declared_limits(self.config) | self.limits)
+        for field in ("heuristic", "space"):
+            if getattr(self, field) is None and _is_classmethod(self.config, field):
+                object.__setattr__(self, field, getattr(self.config, field))
 
     def runs_on(self, kind: str) -> bool:
         """Whether it runs on this kind of device."""
@@ -115,6 +135,11 @@ class Implementation(Generic[Cfg, Out]):
             f"{inv.full_op_id}: {self.name} has no heuristic, and not all fields of its config "
             f"{class_name(self.config)} have defaults"
         )
+
+
+def _is_classmethod(cls: type, name: str) -> bool:
+    """Whether a config class has this method; a field of the same name is something else."""
+    return isinstance(inspect.getattr_static(cls, name, None), classmethod)
 
 
 def class_name(cls: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -131,8 +132,27 @@ class Limits:
         known = set(field_paths(config_type))
         return [path for path in self.fields if path not in known]
 
+    def __or__(self, more: Limits) -> Limits:
+        return Limits(self.fields | more.fields, (*self.rules, *more.rules))
+
     def __repr__(self) -> str:
         return f"Limits({self.fields!r}, {len(self.rules)} rules)"
+
+
+@functools.cache
+def declared_limits(config_type: type) -> Limits:
+    """What a config class says itself: `Annotated[int, Limit(...)]`, and its method `unfit`."""
+    extras = {
+        name: getattr(hint, "__metadata__", ())
+        for name, hint in field_types(config_type, include_extras=True).items()
+    }
+    fields = {n: m for n, found in extras.items() for m in found if isinstance(m, Limit)}
+    return Limits(fields, (_unfit,) if callable(getattr(config_type, "unfit", None)) else ())
+
+
+def _unfit(cfg: Any, inv: Invocation[Any, Any]) -> str | None:
+    reason: str | None = cfg.unfit(inv)
+    return reason
 
 
 def field_reasons(cfg: Any) -> list[str]:

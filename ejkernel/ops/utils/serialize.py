@@ -392,19 +392,21 @@ def config_type_named(name: str) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def field_types(cls: Any) -> dict[str, Any]:
+def field_types(cls: Any, *, include_extras: bool = False) -> dict[str, Any]:
     """Resolved annotations; one that cannot be resolved (a local name) counts as `Any`."""
     try:
-        return typing.get_type_hints(cls)
+        return typing.get_type_hints(cls, include_extras=include_extras)
     except NameError:
         scope = vars(sys.modules.get(cls.__module__, typing))
-        return {field.name: _resolved(field.type, scope) for field in dataclasses.fields(cls)}
+        fields = dataclasses.fields(cls)
+        return {f.name: _resolved(f.type, scope, include_extras) for f in fields}
 
 
-def _resolved(annotation: Any, scope: dict[str, Any]) -> Any:
+def _resolved(annotation: Any, scope: dict[str, Any], include_extras: bool) -> Any:
     holder = type("holder", (), {"__annotations__": {"field": annotation}})
     try:
-        return typing.get_type_hints(holder, globalns=scope)["field"]
+        hints = typing.get_type_hints(holder, globalns=scope, include_extras=include_extras)
+        return hints["field"]
     except NameError:
         return Any
 

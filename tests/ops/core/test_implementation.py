@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -376,3 +376,40 @@ def test_a_call_and_its_config_that_name_two_implementations():
 
     with pytest.raises(ValueError, match="the call demands implementation='a'"):
         Two()(X, implementation="a", cfg=Named("b"))
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfDescribed:
+    rows: Annotated[int, Limit(multiple_of=2)] = 4
+    space: int = 0  # a field of this name is no method
+
+    @classmethod
+    def heuristic(cls, inv: Any) -> SelfDescribed:
+        return cls(rows=inv.args[0].shape[0])
+
+    def unfit(self, inv: Any) -> str | None:
+        rows = inv.args[0].shape[0]
+        return None if rows % self.rows == 0 else f"rows={self.rows} must divide {rows}"
+
+
+def test_a_config_class_says_its_own_heuristic_limits_and_what_does_not_fit():
+    class Described(Kernel[Any, jax.Array]):
+        implementations = (
+            Implementation(
+                name="xla",
+                config=SelfDescribed,
+                forward=lambda x, *, cfg: x * cfg.rows,
+                limits=Limits({"space": Limit(least=0)}),
+            ),
+        )
+
+    kernel = Described()
+    x = jnp.ones(8)
+    assert kernel.candidates(kernel.bind(x)) == [SelfDescribed(8)]
+    for cfg, words in [
+        (SelfDescribed(3), "rows=3 must be a multiple of 2"),
+        (SelfDescribed(6), "rows=6 must divide 8"),
+        (SelfDescribed(8, space=-1), "space=-1 must be a number of at least 0"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            kernel(x, cfg=cfg)
