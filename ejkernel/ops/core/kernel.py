@@ -124,6 +124,9 @@ class Kernel(Generic[Cfg, Out]):
     partitioning: ClassVar[Any] = None
     """How calls are divided over a mesh: a `Partitioning`, or a method `(inv) -> Partitioning`."""
 
+    config_keywords: ClassVar[tuple[str, ...]] = ()
+    """Fields of the config that a call may give by themselves; the rest is then chosen."""
+
     key_builder: KeyBuilder | None = None
     """Builds the call key instead of `Invocation.call_key`, if set."""
 
@@ -236,6 +239,13 @@ class Kernel(Generic[Cfg, Out]):
                 f"kernel {self.full_op_id}: prepare must return (args, kwargs), got {result!r}"
             )
         return tuple(result[0]), {**result[1], **demand_of(kwargs)}
+
+    def config_with(self, given: Mapping[str, Any], chosen: Callable[[], Any]) -> Any:
+        """The config with these fields; what is not given comes from the one that is chosen."""
+        (cls,) = self.config_types
+        if given.keys() == {field.name for field in dataclasses.fields(cls)}:
+            return cls(**given)
+        return dataclasses.replace(chosen(), **given)
 
     @property
     def config_types(self) -> tuple[Any, ...]:

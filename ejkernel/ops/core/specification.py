@@ -186,15 +186,15 @@ def find_kernel(op_id: str, qualified: str) -> Kernel[Any, Any]:
         )
     try:
         found: Any = importlib.import_module(module_name)
+        alive = catalog.find(op_id)  # importing the module may have created it
+        if alive is not None:
+            return alive
         for part in path.split("."):
             found = getattr(found, part)
     except (Exception, SystemExit) as error:  # a script ends so
         raise SpecificationError(
             f"{op_id}: its kernel {qualified} cannot be imported: {error}"
         ) from error
-    alive = catalog.find(op_id)  # importing the module may have created it
-    if alive is not None:
-        return alive
     if not (isinstance(found, type) and issubclass(found, Kernel)):
         raise SpecificationError(f"{op_id}: {qualified} is not a Kernel class")
     try:

@@ -62,7 +62,9 @@ class JittedCall:
         # latest functions stay.
         self._for_static = functools.lru_cache(MAX_JITTED)(self._jitted_for)
         self._for_fixed = functools.lru_cache(MAX_JITTED)(self._jitted_with)
-        self._static = frozenset({"cfg", IMPLEMENTATION, *static_keywords(type(kernel))})
+        self._static = frozenset(
+            {"cfg", IMPLEMENTATION, *kernel.config_keywords, *static_keywords(type(kernel))}
+        )
         self._learning = threading.Lock()
 
         def call(*args: Any) -> Any:
@@ -79,7 +81,8 @@ class JittedCall:
             def positional(*args: Any, **kwargs: Any) -> Any:
                 return self._trace(args, kwargs)
 
-            return jax.jit(_named(positional, self.kernel), static_argnames=("cfg", IMPLEMENTATION))
+            static = ("cfg", IMPLEMENTATION, *self.kernel.config_keywords)
+            return jax.jit(_named(positional, self.kernel), static_argnames=static)
         plain = self.plain
 
         def call(*args: Any, **kwargs: Any) -> Any:  # `self.call`, without the way through `self`
@@ -100,7 +103,12 @@ class JittedCall:
                 "it was traced; keep a reference to it"
             )
         cfg = kwargs.pop("cfg", None)
-        return self.run(executor, args, kwargs, cfg.value if isinstance(cfg, ByContent) else cfg)
+        cfg = cfg.value if isinstance(cfg, ByContent) else cfg
+        fields = self.kernel.config_keywords
+        if given := {name: kwargs.pop(name) for name in fields if name in kwargs}:
+            choose = functools.partial(executor.choose_config, self.kernel, *args, **kwargs)
+            cfg = self.kernel.config_with(given, choose if cfg is None else lambda: cfg)
+        return self.run(executor, args, kwargs, cfg)
 
     def run(
         self, executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any

@@ -31,7 +31,7 @@ from .stable import code_hash, short_hash, stable_json
 
 _LISTING = ("candidate_cfgs", "config_space", "heuristic_cfg")
 _PASSES = ("forward", "forward_with_residuals", "backward")
-_FRAMEWORK = ("ejkernel.ops", "ejkernel.store")
+_FRAMEWORK = ("ejkernel.ops", "ejkernel.store", "ejkernel.decorator")
 _STANDARD = frozenset(sys.stdlib_module_names) - {"__main__"}
 _LOADED = time.time()
 
@@ -248,6 +248,12 @@ def _functions(text: str) -> dict[tuple[str, int], ast.AST]:
 class _WithoutDocstrings(ast.NodeTransformer):
     def _strip(self, node: Any) -> Any:
         self.generic_visit(node)
+        # What `@tunable(…)` lists is a space: one more value changes nothing about the others.
+        node.decorator_list = [
+            item
+            for item in node.decorator_list
+            if ast.unparse(getattr(item, "func", item)).rpartition(".")[2] != "tunable"
+        ]
         first = node.body[0]
         if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
             node.body = node.body[1:] or [ast.Pass()]
