@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from .exits import Exit, Failure, in_one_line, raised_at
+from .exits import Failure, in_one_line, raised_at
 
 HOW = (
     "it has to return the function to tune with a tuple of its example arguments, (function, (x, "
@@ -51,9 +51,7 @@ class Subject:
         with theirs(f"{self.name}: lowering its function with its example arguments"):
             import jax
 
-            jitted: Any = self.function
-            if not hasattr(jitted, "lower"):
-                jitted = jax.jit(jitted)
+            jitted = self.function if hasattr(self.function, "lower") else jax.jit(self.function)
             with policy_override(autotune=False, strict=False):
                 return jitted.lower(*self.arguments, **self.keywords)
 
@@ -180,22 +178,16 @@ def theirs(what: str) -> Iterator[None]:
             yield
     except (Failure, click.ClickException, BrokenPipeError):
         raise
-    except ValueError as error:
-        environment = sys.modules.get("ejkernel.ops.utils.environment")
-        if environment is not None and isinstance(error, environment.VariableError):
-            raise  # not the doing of their code
-        raise _their_fault(what, error) from error
     except SystemExit as error:
         raise Failure(
             f"{what}: it ended the process (exit {error.code}) while it was loaded; put what a "
             'script does under `if __name__ == "__main__":`'
         ) from error
     except Exception as error:
-        raise _their_fault(what, error) from error
-
-
-def _their_fault(what: str, error: Exception) -> Failure:
-    return Failure(f"{what} raised {in_one_line(error)}{raised_at(error)}", Exit.INPUT)
+        environment = sys.modules.get("ejkernel.ops.utils.environment")
+        if environment is not None and isinstance(error, environment.VariableError):
+            raise  # not the doing of their code
+        raise Failure(f"{what} raised {in_one_line(error)}{raised_at(error)}") from error
 
 
 def _no_attribute(name: str, module: ModuleType, path: str) -> str:
@@ -204,10 +196,9 @@ def _no_attribute(name: str, module: ModuleType, path: str) -> str:
         for key, value in vars(module).items()
         if callable(value) and getattr(value, "__module__", None) == module.__name__
     ]
-    near = difflib.get_close_matches(path, functions, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    if not hint and functions:
-        hint = f"; it has {', '.join(functions[:8])}"
+    hint = f"; it has {', '.join(functions[:8])}" if functions else ""
+    if near := difflib.get_close_matches(path, functions, n=1):
+        hint = f"; did you mean {near[0]}?"
     return f"{name}: the module {module.__name__!r} has no {path!r}{hint}"
 
 

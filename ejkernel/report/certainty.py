@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..markup import Markup, joined, tag
-from .formatting import Finding, headline, how_sure, limits, times
+from .formatting import Finding, headline, how_sure, interval, times
 from .plots import axis_line, gain_axis, gain_row, gain_ticks
 from .record import Gain, Operation, Run
-from .widgets import chip, notes
+from .widgets import card, chip, notes
 
 
 def certainty(run: Run) -> Markup:
@@ -24,7 +24,12 @@ def certainty(run: Run) -> Markup:
     plot = tag(
         "div",
         axis_line(axis, marks, "times faster"),
-        tag("ul", *rows, class_="rows", aria_label="How many times faster, with limits"),
+        tag(
+            "ul",
+            *rows,
+            class_="rows",
+            aria_label="How many times faster, with confidence intervals",
+        ),
         class_="plot wide",
     )
     sentences = tag(
@@ -36,14 +41,9 @@ def certainty(run: Run) -> Markup:
     )
     return joined(
         [
-            tag(
-                "div",
-                tag("h2", "The gain, and between which limits it surely lies"),
-                plot,
-                class_="card",
-            ),
-            tag("div", tag("h2", "Is the chosen config the best one?"), sentences, class_="card"),
-            tag("div", tag("h2", "How it was measured"), notes(_method(run)), class_="card"),
+            card("The speedup, and its confidence interval", plot),
+            card("Is the chosen config the best one?", sentences),
+            card("How it was measured", notes(_method(run))),
         ]
     )
 
@@ -53,40 +53,36 @@ def _gain_tip(name: str, gain: Gain | None, finding: Finding) -> str:
         return f"{name}: {finding.sentence}"
     if gain.high <= gain.low:
         return f"{name}: the heuristic config was chosen\n{finding.sentence}"
-    return f"{name}: {times(gain.times)}, surely {limits(gain)}\n{finding.sentence}"
+    return f"{name}: {times(gain.times)}, between {interval(gain, 'and')}\n{finding.sentence}"
 
 
 def _why_sure(operation: Operation) -> str:
     words = how_sure(operation).sentence
     lead = operation.lead
     if lead is not None and lead.times >= 1:
-        words += (
-            f" The best other candidate takes {times(lead.times)} its time (surely {limits(lead)})."
-        )
+        words += f" The best other candidate takes {times(lead.times)} its time ({interval(lead)})."
     if operation.measured:
-        words += f" Timed: {operation.measured}"
-        words += f", {'the device’s own' if operation.clock == 'device' else 'wall'} clock."
+        clock = "the device’s own" if operation.clock == "device" else "wall"
+        words += f" Timed: {operation.measured}, {clock} clock."
     if operation.notes:
         words += f" {'; '.join(operation.notes)}."
     return words
 
 
-def _method(run: Run) -> tuple[str, ...]:
-    return (
+def _method(run: Run) -> list[str]:
+    method = [
         "Every config was compiled, run, and its output compared with the reference before its "
-        "time counted; one that is wrong, fails or changes its mind is never chosen.",
+        "time counted; one that is wrong, fails or is non-deterministic is never chosen.",
         "The rest ran interleaved, in a changing order, so that a slow moment of the machine hits "
         "all of them alike. A time is the mean of the fastest two thirds of the samples.",
         "“Before” is the heuristic config, the one used without tuning. It ran in the same race to "
         "its end, and is replaced only by one that is faster by more than the noise.",
-        "The limits hold the ratio of times within rounds with 98 % certainty, whatever the noise "
-        "is like; of fewer than seven rounds they are all that was seen.",
-        *(
-            (
-                "The whole model ran with the heuristic configs and with the tuned ones, "
-                f"interleaved, {len(run.model.before)} times each, on the wall clock.",
-            )
-            if run.model is not None
-            else ()
-        ),
-    )
+        "The confidence interval holds the ratio of times within rounds with 98 % certainty, "
+        "whatever the noise is like; of fewer than seven rounds it is all that was seen.",
+    ]
+    if run.model is not None:
+        method.append(
+            "The whole model ran with the heuristic configs and with the tuned ones, "
+            f"interleaved, {len(run.model.before)} times each, on the wall clock."
+        )
+    return method

@@ -12,11 +12,10 @@ from importlib import resources
 
 from ..markup import Markup, joined, tag
 from .certainty import certainty
-from .formatting import how_sure
 from .operations import operation_card
 from .record import Operation, Run
 from .summary import summary
-from .widgets import chip
+from .widgets import card, facts
 
 OPEN_AT_FIRST = 2  # operations whose candidates are shown without a click
 
@@ -102,59 +101,26 @@ def _head_of_page(run: Run) -> Markup:
     )
 
 
-# --- operations ----------------------------------------------------------------------------------
-
-
 def _operations(run: Run) -> Markup:
     if not run.operations:
-        return tag("div", tag("p", "No operation was tuned."), class_="card")
+        return card(None, tag("p", "No operation was tuned."))
     return joined(
-        operation_card(
-            operation, f"operation-{i + 1}", chip(how_sure(operation)), i < OPEN_AT_FIRST
-        )
+        operation_card(operation, f"operation-{i + 1}", i < OPEN_AT_FIRST)
         for i, operation in enumerate(run.operations)
     )
 
 
-# --- environment ---------------------------------------------------------------------------------
-
-
 def _environment(run: Run) -> Markup:
-    facts = {
-        "created": run.created,
-        "command": run.command,
-        "store": run.store,
-        **run.environment,
-    }
-    rows = [
-        tag("tr", tag("th", name, scope="row"), tag("td", value))
-        for name, value in facts.items()
-        if value
-    ]
+    known = {"created": run.created, "command": run.command, "store": run.store, **run.environment}
     origins = [
-        tag(
-            "tr",
-            tag("th", o.name, tag("small", o.call_key), scope="row"),
-            tag("td", _origin(o, run)),
-        )
-        for o in run.operations
+        (joined([o.name, tag("small", o.call_key)]), _origin(o, run)) for o in run.operations
     ]
     return joined(
         [
-            tag(
-                "div",
-                tag("h2", "Where it was done"),
-                tag("table", tag("tbody", *rows), class_="facts"),
-                class_="card",
+            card(
+                "Where it was done", facts((name, value) for name, value in known.items() if value)
             ),
-            tag(
-                "div",
-                tag("h2", "Where each result comes from"),
-                tag("table", tag("tbody", *origins), class_="facts"),
-                class_="card",
-            )
-            if origins
-            else None,
+            card("Where each result comes from", facts(origins)) if origins else None,
         ]
     )
 
@@ -163,11 +129,9 @@ def _origin(operation: Operation, run: Run) -> str:
     words = operation.origin or "in the store"
     if operation.when and operation.when not in words:
         words += f"; stored on {operation.when} by {operation.where or 'an unknown host'}"
-    other = {
-        name: value
+    other = ", ".join(
+        f"{name} {value}"
         for name, value in operation.versions.items()
         if value and run.environment.get(name) not in (None, value)
-    }
-    if other:
-        words += "; measured with " + ", ".join(f"{name} {value}" for name, value in other.items())
-    return words
+    )
+    return f"{words}; measured with {other}" if other else words

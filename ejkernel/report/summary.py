@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..markup import Markup, joined, tag
 from .formatting import (
     REJECTED,
     counted,
+    described,
     duration,
     headline,
     how_sure,
     shortened,
     time_spent,
-    times,
 )
 from .plots import before_after_rows
-from .record import Operation, Run
-from .space import described, dimensions
-from .widgets import chip, notes
+from .record import BeforeAfter, Operation, Run
+from .space import dimensions
+from .widgets import card, chip, factor, notes
+
+# Of the overview, with the class of their cells.
+COLUMNS = (
+    ("operation", None),
+    ("before", "number"),
+    ("after", "number"),
+    ("speedup", "number"),
+    ("how sure", None),
+    ("config", "config"),
+)
 
 
 def summary(run: Run) -> Markup:
@@ -33,120 +45,90 @@ def summary(run: Run) -> Markup:
         ),
         class_="hero",
     )
-    plot = before_after_rows(run.model) if run.model is not None else None
-    remarks = notes(run.notes)
     return joined(
         [
-            tag("div", hero, plot, _model_remarks(run), class_="card"),
+            card(None, hero, *_model(run.model)),
             tag("div", *_tiles(run), class_="tiles"),
-            _overview(run),
+            _overview(run.operations),
             _not_tuned(run),
-            tag("div", remarks, class_="card") if remarks else None,
+            card(None, notes(run.notes)) if run.notes else None,
         ]
     )
 
 
-def _model_remarks(run: Run) -> Markup | None:
-    if run.model is None:
-        return None
-    remarks = list(run.model.notes)
-    if run.model.difference is not None:
+def _model(model: BeforeAfter | None) -> list[Markup | None]:
+    if model is None:
+        return []
+    remarks = list(model.notes)
+    if model.difference is not None:
+        size = f"{model.difference:.1e} of their size"
         remarks.insert(
             0,
-            "The outputs before and after agree: their largest difference is "
-            f"{run.model.difference:.1e} of their size."
-            if run.model.difference < 1e-2
-            else "The outputs before and after differ by up to "
-            f"{run.model.difference:.1e} of their size: look into it.",
+            f"The outputs before and after agree: their largest difference is {size}."
+            if model.difference < 1e-2
+            else f"The outputs before and after differ by up to {size}: look into it.",
         )
-    return notes(remarks)
+    return [before_after_rows(model), notes(remarks)]
 
 
 def _tiles(run: Run) -> list[Markup]:
     measured = sum(len(o.with_verdict("measured")) for o in run.operations)
     rejected = sum(len(o.with_verdict(*REJECTED)) for o in run.operations)
-    changed = sum(not o.kept for o in run.operations)
+    changed = sum(not o.heuristic_stays for o in run.operations)
     count = len(run.operations)
     spent, earlier = time_spent(run)
     origin = (
-        "in an earlier run; this one found all in the store"
+        "in an earlier run; this one read it all from the store"
         if earlier
         else "compiling, checking and measuring"
     )
     other = f"{changed} with another config than the heuristic one"
+    tiles = (
+        (count, "operation tuned" if count == 1 else "operations tuned", other),
+        (measured, "configs measured", "each compared with the reference first"),
+        (rejected, "configs rejected", "wrong, failing or not supported"),
+        (duration(spent), "spent on tuning", origin),
+    )
     return [
-        _tile(str(count), "operation tuned" if count == 1 else "operations tuned", other),
-        _tile(str(measured), "configs measured", "each compared with the reference first"),
-        _tile(str(rejected), "configs rejected", "wrong, failing or not supported"),
-        _tile(duration(spent), "spent on tuning", origin),
+        tag("div", tag("b", figure), tag("span", name), tag("small", more), class_="tile")
+        for figure, name, more in tiles
     ]
 
 
-def _tile(figure: str, name: str, more: str) -> Markup:
-    return tag("div", tag("b", figure), tag("span", name), tag("small", more), class_="tile")
-
-
-def _overview(run: Run) -> Markup | None:
-    if not run.operations:
+def _overview(operations: Sequence[Operation]) -> Markup | None:
+    if not operations:
         return None
-    total = sum(o.heuristic_seconds or 0.0 for o in run.operations)
-    rows = [_overview_row(i, o, total) for i, o in enumerate(run.operations)]
-    head = tag(
-        "tr",
-        *(
-            tag("th", name, scope="col", class_="number" if number else None)
-            for name, number in (
-                ("operation", False),
-                ("before", True),
-                ("after", True),
-                ("gain", True),
-                ("how sure", False),
-                ("config", False),
-            )
-        ),
-    )
+    total = sum(o.heuristic_seconds or 0.0 for o in operations)
+    rows = [_overview_row(i, o, total) for i, o in enumerate(operations)]
+    head = tag("tr", *(tag("th", name, scope="col", class_=kind) for name, kind in COLUMNS))
     table = tag("table", tag("thead", head), tag("tbody", *rows), class_="overview")
-    return tag("div", tag("h2", "Operation by operation"), table, class_="card")
+    return card("Operation by operation", table)
 
 
 def _overview_row(index: int, operation: Operation, total: float) -> Markup:
     share = (operation.heuristic_seconds or 0.0) / total if total else 0.0
-    gain = operation.gain
-    faster = gain is not None and gain.low > 1
+    bar = tag("span", class_="bar", style=f"--share:{100 * share:.0f}%", aria_hidden="true")
+    name = tag("a", operation.name, href=f"#operation-{index + 1}")
+    config = described(operation.config, dimensions(operation) or None)
+    cells = (
+        joined([duration(operation.heuristic_seconds), bar]),
+        duration(operation.seconds),
+        factor(operation.gain),
+        chip(how_sure(operation)),
+        tag("code", config),
+    )
     return tag(
         "tr",
-        tag(
-            "th",
-            tag("a", operation.name, href=f"#operation-{index + 1}"),
-            tag("small", shortened(operation.signature)),
-            scope="row",
+        tag("th", name, tag("small", shortened(operation.signature)), scope="row"),
+        *(
+            tag("td", cell, class_=kind, data_label=label)
+            for cell, (label, kind) in zip(cells, COLUMNS[1:], strict=True)
         ),
-        tag(
-            "td",
-            duration(operation.heuristic_seconds),
-            tag("span", class_="bar", style=f"--share:{100 * share:.0f}%", aria_hidden="true"),
-            class_="number",
-            data_label="before",
-        ),
-        tag("td", duration(operation.seconds), class_="number", data_label="after"),
-        tag(
-            "td",
-            tag("b", "–" if gain is None else times(gain.times), class_="up" if faster else None),
-            class_="number",
-            data_label="gain",
-        ),
-        tag("td", chip(how_sure(operation)), data_label="how sure"),
-        tag("td", tag("code", _config(operation)), data_label="config", class_="config"),
     )
-
-
-def _config(operation: Operation) -> str:
-    return described(operation.config, dimensions(operation) or None)
 
 
 def _not_tuned(run: Run) -> Markup | None:
     if not run.not_tuned:
         return None
-    items = [tag("li", tag("code", item.label), ": ", item.reason) for item in run.not_tuned]
-    title = tag("h2", f"Not tuned: {counted(len(items), 'operation')}")
-    return tag("div", title, tag("ul", *items, class_="notes"), class_="card")
+    items = [joined([tag("code", item.label), ": ", item.reason]) for item in run.not_tuned]
+    return card(f"Not tuned: {counted(len(items), 'operation')}", notes(items))
