@@ -66,10 +66,17 @@ def bench(
             function, arguments, keywords, result=result, rounds=rounds, seconds=seconds, what=name
         )
     before, after = (statistics.median(samples) for samples in (compared.before, compared.after))
-    configs = [to_plain(entry.cfg) for entry in result]
+    operations = [
+        {
+            "op_id": entry.op_id,
+            "call_key": entry.call_key,
+            "signature": entry.signature,
+            "config": to_plain(entry.cfg),
+        }
+        for entry in result
+    ]
     rows = [
-        (entry.op_id, entry.signature, described(config))
-        for entry, config in zip(result, configs, strict=True)
+        (entry["op_id"], entry["signature"], described(entry["config"])) for entry in operations
     ]
     gain = compared.gain
     lines = [f"without: {skip.label}: {skip.reason}" for skip in result.skipped]
@@ -83,16 +90,12 @@ def bench(
         lines.append(
             f"outputs            differ by {compared.difference:.2g} of their size at most"
         )
-    operations = fields_of(result, "op_id", "call_key", "signature")
     data = {
         "store": place.shown,
         **dataclasses.asdict(compared),
         "median_before": before,
         "median_after": after,
-        "operations": [
-            {**operation, "config": config}
-            for operation, config in zip(operations, configs, strict=True)
-        ],
+        "operations": operations,
         "not_stored": fields_of(result.skipped, "label", "reason"),
     }
     state.result(data, table(("operation", "call", "stored config"), rows), *lines)

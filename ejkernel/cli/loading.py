@@ -134,6 +134,8 @@ def import_module(name: str) -> ModuleType:
     """A module by its name, also from the current folder; or by its file."""
     if name.endswith(".py") or "/" in name:
         return _import_file(pathlib.Path(name))
+    if not name or name.startswith(".") or ".." in name:
+        raise Failure(f"{name!r} is no name of a module")
     here = str(pathlib.Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does
@@ -146,10 +148,6 @@ def import_module(name: str) -> ModuleType:
                     f"there is no module {name!r}; looked in the current folder ({here}) and in "
                     "what is installed. A file is named with its ending: folder/model.py:function"
                 ) from error
-            raise
-        except (ValueError, TypeError) as error:
-            if not name.strip(".") or ".." in name or name.startswith("."):
-                raise Failure(f"{name!r} is no name of a module") from error
             raise
 
 

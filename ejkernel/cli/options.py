@@ -57,7 +57,14 @@ imports = click.option(
     multiple=True,
     help="Import this module first, so that its kernels are known (may be repeated).",
 )
-operation = click.option("--op", metavar="NAME", help="Only this operation: matmul, or matmul@v1.")
-device = click.option(
-    "--device", metavar="TEXT", help="Only devices whose fingerprint has this in it; 'here'."
-)
+
+
+def filters(command: F) -> F:
+    """`--op` and `--device`: which entries of a place are meant."""
+    operation = click.option(
+        "--op", metavar="NAME", help="Only this operation: matmul, or matmul@v1."
+    )
+    device = click.option(
+        "--device", metavar="TEXT", help="Only devices whose fingerprint has this in it; 'here'."
+    )
+    return operation(device(command))

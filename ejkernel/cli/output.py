@@ -11,7 +11,7 @@ import dataclasses
 import io
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..markup import one_line, printable
@@ -95,12 +95,3 @@ def styled(text: str, style: str) -> Any:
 def fields_of(objects: Iterable[Any], *names: str) -> list[dict[str, Any]]:
     """Some attributes of each object, for JSON."""
     return [{name: getattr(item, name) for name in names} for item in objects]
-
-
-def inert(value: Any) -> Any:
-    """Data from a store or a bundle, to be shown: every text in it in one line, and printable."""
-    if isinstance(value, Mapping):
-        return {one_line(name): inert(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [inert(item) for item in value]
-    return one_line(value) if isinstance(value, str) else value

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import socket
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..markup import one_line
+from ..report import Run
+from ..report import write as write_report
 from . import options
 from .exits import Exit, Failure, in_one_line
 from .loading import HOW, Subject, import_modules, load, theirs
@@ -23,30 +26,25 @@ if TYPE_CHECKING:
     from ..report import BeforeAfter
 
 
-class Watch:
-    """Listens to a selector (`on_event`) and says which operations are finished, a line for each.
+def _listener(total: int) -> Callable[..., None]:
+    """What a selector calls with its events: it says which operations are finished.
 
     The tuner itself shows a bar for each operation.
     """
+    done: set[tuple[str, str]] = set()
 
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._done: set[tuple[str, str]] = set()
-        self._started = 0.0
+    def on_event(event: str, *, op_id: str, call_key: str, **data: Any) -> None:
+        if event == "cache_hit":
+            line = f"known already ({data.get('level')})"
+        elif event == "autotune_finish":
+            outcome = data["outcome"]
+            line = f"{outcome.summary()} ({outcome.took or 0.0:.1f} s)"
+        else:
+            return
+        done.add((op_id, call_key))
+        note(f"[{len(done)}/{total}] {one_line(f'{op_id}: {line}')}")
 
-    def on_event(self, event: str, *, op_id: str, call_key: str, **data: Any) -> None:
-        """An operation is known already, is being tuned, or is finished."""
-        if event == "autotune_start":
-            self._started = time.perf_counter()
-        elif event in ("cache_hit", "autotune_finish"):
-            took = time.perf_counter() - self._started
-            line = (
-                f"known already ({data.get('level')})"
-                if event == "cache_hit"
-                else f"{data['outcome'].summary()} ({took:.1f} s)"
-            )
-            self._done.add((op_id, call_key))
-            note(f"[{len(self._done)}/{self._total}] {one_line(f'{op_id}: {line}')}")
+    return on_event
 
 
 @click.command(
@@ -106,11 +104,8 @@ def tune(
     name: str | None,
     hlo: str | None,
     source: str | None,
-    effort: str,
     seconds: float | None,
     evaluations: int | None,
-    strategy: str,
-    isolation: str,
     backward: bool,
     ray: bool,
     ray_address: str | None,
@@ -120,6 +115,7 @@ def tune(
     record: str | None,
     page: str | None,
     progress: bool | None,
+    **search: Any,
 ) -> int:
     """Tune, store, compare, record, answer."""
     if (name is None) == (hlo is None):
@@ -137,33 +133,19 @@ def tune(
     found = operations_of(program, title)
     store = open_store(source, opened)
 
-    from ..ops import (
-        AutotunePolicy,
-        ConfigCache,
-        ConfigSelectorChain,
-        Tuner,
-        device_fingerprint,
-    )
+    from ..ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Tuner
     from ..ops.execution.tuning import tune_invocations
-    from ..report import Run
-    from ..report import write as write_report
+    from ..ops.utils.fingerprint import device_fingerprint
 
     keys = {inv.key for inv in invocations_of(found)}
     if seconds is not None:  # of the whole run; the tuner's are those of one operation
         stored = [entry for key in keys if (entry := store.entry(key)) is not None]
         finished = sum(not entry["about"].get("incomplete") for entry in stored)
         seconds /= max(1, len(keys) - finished)
-    tuner = Tuner(
-        effort=effort,
-        seconds=seconds,
-        evaluations=evaluations,
-        strategy=strategy,
-        isolation=isolation,  # type: ignore[arg-type]
-        progress=progress,
-    )
+    tuner = Tuner(seconds=seconds, evaluations=evaluations, progress=progress, **search)
     policy = AutotunePolicy(validate_backward=backward, strict=False)
-    watch = Watch(len(keys)).on_event
-    selector = ConfigSelectorChain(ConfigCache(), policy, tuner, store, on_event=watch)
+    listener = _listener(len(keys))
+    selector = ConfigSelectorChain(ConfigCache(), policy, tuner, store, on_event=listener)
     model, trouble, interrupted = None, "", False
     start = time.perf_counter()
     try:

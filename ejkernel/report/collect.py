@@ -23,6 +23,7 @@ from .record import Candidate, Gain, NotTuned, Operation, is_time
 
 StoreLike = PersistentCache | str | os.PathLike[str] | None
 
+TEXTS = ("measured", "clock", "incomplete", "when", "where")  # of what is stored with a config
 CERTAINTY = 0.98  # that the confidence interval of a speedup holds it
 
 
@@ -162,6 +163,8 @@ def _from_about(
     candidates = tuple(_candidate(trial) for trial in trials)
     heuristic, sure, found = about.get("heuristic"), about.get("sure"), about.get("versions")
     found = found if isinstance(found, dict) else {}
+    known: dict[str, Any] = {name: str(about.get(name) or "") for name in TEXTS}
+    known |= {name: _time(about.get(name)) for name in ("seconds", "heuristic_seconds", "took")}
     by_config = {_name(candidate.config): candidate for candidate in candidates}
     best, base = by_config.get(_name(config)), by_config.get(_name(heuristic))
     others = [c for c in candidates if c is not best and c.verdict == "measured" and c.seconds]
@@ -172,21 +175,14 @@ def _from_about(
         signature=signature,
         config=config,
         heuristic=heuristic,
-        seconds=_time(about.get("seconds")),
-        heuristic_seconds=_time(about.get("heuristic_seconds")),
         gain=_gain(base, best),
         lead=_gain(second, best),
-        measured=str(about.get("measured") or ""),
-        clock=str(about.get("clock") or ""),
         sure=sure if isinstance(sure, bool) else None,
-        incomplete=str(about.get("incomplete") or ""),
-        took=_time(about.get("took")),
         origin=origin,
-        when=str(about.get("when") or ""),
-        where=str(about.get("where") or ""),
         versions={str(name): str(value) for name, value in found.items()},
         notes=tuple(str(note) for note in about.get("notes") or ()),
         candidates=candidates,
+        **known,
     )
 
 

@@ -29,14 +29,17 @@ def is_time(seconds: float) -> bool:
     return seconds == 0 or 1e-15 <= seconds <= 1e12
 
 
-def _check_times(record: object, **times: float | Sequence[float] | None) -> None:
-    for name, value in times.items():
-        for seconds in value if isinstance(value, Sequence) else (value,):
-            # A number that JSON lacks is none, and is written as that.
-            if seconds is not None and math.isfinite(seconds) and not is_time(seconds):
-                raise ValueError(
-                    f"{type(record).__name__}: {name} has {seconds!r}, which is no time in seconds"
-                )
+class _Timed:
+    """A record whose times are checked when it is made."""
+
+    def __post_init__(self) -> None:
+        for name in ("seconds", "heuristic_seconds", "took", "samples", "before", "after"):
+            value = getattr(self, name, None)
+            for seconds in value if isinstance(value, Sequence) else (value,):
+                # A number that JSON lacks is none, and is written as that.
+                if seconds is not None and math.isfinite(seconds) and not is_time(seconds):
+                    kind = type(self).__name__
+                    raise ValueError(f"{kind}: {name} has {seconds!r}, which is no time in seconds")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Gain:
 
 
 @dataclasses.dataclass(frozen=True)
-class Candidate:
+class Candidate(_Timed):
     """One config that was considered.
 
     Attributes:
@@ -80,12 +83,9 @@ class Candidate:
     samples: tuple[float, ...] = ()
     reason: str = ""
 
-    def __post_init__(self) -> None:
-        _check_times(self, seconds=self.seconds, samples=self.samples)
-
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
+class Operation(_Timed):
     """One tuned call of one operation.
 
     Attributes:
@@ -132,11 +132,6 @@ class Operation:
     notes: tuple[str, ...] = ()
     candidates: tuple[Candidate, ...] = ()
 
-    def __post_init__(self) -> None:
-        _check_times(
-            self, seconds=self.seconds, heuristic_seconds=self.heuristic_seconds, took=self.took
-        )
-
     @property
     def name(self) -> str:
         """The operation without its version."""
@@ -171,7 +166,7 @@ class NotTuned:
 
 
 @dataclasses.dataclass(frozen=True)
-class BeforeAfter:
+class BeforeAfter(_Timed):
     """The whole function with the heuristic configs and with the tuned ones, interleaved.
 
     Attributes:
@@ -193,11 +188,11 @@ class BeforeAfter:
     def __post_init__(self) -> None:
         if not self.before or not self.after:
             raise ValueError("BeforeAfter: before and after need a run each")
-        _check_times(self, before=self.before, after=self.after)
+        super().__post_init__()
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class Run(_Timed):
     """A tuning run: what was tuned, how fast it became, how sure that is, and where it was done.
 
     Attributes:
@@ -225,9 +220,6 @@ class Run:
     command: str = ""
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        _check_times(self, seconds=self.seconds)
 
     @classmethod
     def of(

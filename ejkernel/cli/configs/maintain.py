@@ -22,8 +22,7 @@ _AGE = re.compile(r"(\d+)\s*(d|days?|w|weeks?)?")
 @click.command()
 @options.store
 @options.imports
-@options.operation
-@options.device
+@options.filters
 @options.with_state
 def verify(
     state: State,
@@ -68,8 +67,7 @@ def verify(
 @click.option("--estimated", is_flag=True, help="Ranked by a compiler, never measured.")
 @click.option("--older-than", metavar="AGE", help="Stored before: 90d, 12w, or a date 2026-01-31.")
 @click.option("--all", "everything", is_flag=True, help="All of them (with --op and --device).")
-@options.operation
-@options.device
+@options.filters
 @options.imports
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")

@@ -12,7 +12,7 @@ from ...report.formatting import counted, described, duration, speedup
 from .. import options
 from ..exits import Exit
 from ..loading import import_modules, load
-from ..output import State, fields_of, inert, table
+from ..output import State, fields_of, table
 from ..programs import invocations_of, operations_of
 from ..stores import Entry, find_entry, open_place
 
@@ -21,8 +21,7 @@ _LABEL = re.compile(r"([\w.-]+#)?[\w./-]+@v[\w.]+:[0-9a-f]+")
 
 @click.command("list")
 @options.store
-@options.operation
-@options.device
+@options.filters
 @options.with_state
 def list_(state: State, source: str | None, op: str | None, device: str | None) -> None:
     """List the entries of a store or a bundle."""
@@ -139,9 +138,11 @@ def _explain_entry(state: State, key: str, source: str | None, modules: tuple[st
 
 def _story(entry: Entry, trials: list[dict[str, Any]]) -> list[str]:
     """How an entry came about, in sentences."""
-    about = inert(entry["about"])
+    about = entry["about"]
     if about.get("estimated"):
-        return ["estimate  ranked by a compiler's figures for " + str(about.get("target", "?"))]
+        return [
+            one_line(f"estimate  ranked by a compiler's figures for {about.get('target', '?')}")
+        ]
     if about.get("seconds") is None:
         return ["origin    put there by hand: nothing was measured"]
     measured = [trial for trial in trials if trial["verdict"] == "measured"]
@@ -157,14 +158,13 @@ def _story(entry: Entry, trials: list[dict[str, Any]]) -> list[str]:
     if about.get("incomplete"):
         lines.append(f"incomplete {about['incomplete']}; tuning it again goes on from there")
     lines += [f"note      {text}" for text in about.get("notes") or ()]
-    return lines
+    return [one_line(line) for line in lines]
 
 
 @click.command()
 @click.argument("first", metavar="PLACE")
 @click.argument("second", metavar="PLACE")
-@options.operation
-@options.device
+@options.filters
 @options.with_state
 def diff(state: State, first: str, second: str, op: str | None, device: str | None) -> int:
     """Compare two stores or bundles. Ends with 1 if they differ."""
@@ -224,7 +224,6 @@ def remark(entry: Entry) -> str:
 
 def facts(entry: Entry) -> str:
     """An entry in a few lines."""
-    entry = inert(entry)
     device, op_id, call_key = entry["key"]
     about = entry["about"]
     seconds, heuristic = about.get("seconds"), about.get("heuristic_seconds")
@@ -242,7 +241,7 @@ def facts(entry: Entry) -> str:
     ]
     if versions:
         lines.append("  versions  " + ", ".join(f"{k} {v}" for k, v in versions.items()))
-    return "\n".join(lines)
+    return "\n".join(one_line(line) for line in lines)
 
 
 def _candidates(entry: Entry, trials: list[dict[str, Any]]) -> list[Any]:

@@ -15,8 +15,7 @@ from ..stores import open_place, open_store
 @click.command()
 @click.argument("file", metavar="FILE.json")
 @options.store
-@options.operation
-@options.device
+@options.filters
 @options.with_state
 def export(state: State, file: str, source: str | None, op: str | None, device: str | None) -> None:
     """Write the entries of a store into a bundle file (`-`: the standard output).
@@ -64,8 +63,7 @@ def import_(state: State, files: tuple[str, ...], source: str | None) -> None:
 @click.command()
 @click.argument("places", metavar="PLACE...", nargs=-1, required=True)
 @click.option("--output", "-o", required=True, metavar="FILE.json", help="The bundle to write.")
-@options.operation
-@options.device
+@options.filters
 @options.with_state
 def merge(
     state: State, places: tuple[str, ...], output: str, op: str | None, device: str | None
