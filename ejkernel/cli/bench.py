@@ -10,7 +10,7 @@ import click
 from ..report.formatting import described, duration, interval, times
 from . import options
 from .exits import Exit, Failure
-from .loading import import_modules, load, theirs
+from .loading import import_modules, load
 from .output import State, fields_of, table
 from .programs import invocations_of, operations_of, stored_result
 from .stores import open_place
@@ -42,7 +42,6 @@ def bench(
         raise click.UsageError(f"--rounds {rounds} must be 1 or more")
     from ..ops import ConfigCache, ConfigSelectorChain
     from ..ops.utils.serialize import to_plain
-    from ..report import before_and_after
 
     place = open_place(source)
     if place.store is None:
@@ -60,11 +59,7 @@ def bench(
             f"to compare; run `ejkernel tune {name}` first",
             Exit.NOT_WELL,
         )
-    with theirs(f"{name}: running it"):
-        function, arguments, keywords = subject.runnable()
-        compared = before_and_after(
-            function, arguments, keywords, result=result, rounds=rounds, seconds=seconds, what=name
-        )
+    compared = subject.compare(result, rounds=rounds, seconds=seconds)
     before, after = (statistics.median(samples) for samples in (compared.before, compared.after))
     operations = [
         {

@@ -11,11 +11,15 @@ import pathlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from .exits import Failure, in_one_line, raised_at
+
+if TYPE_CHECKING:
+    from ..ops import AutotuningResult
+    from ..report import BeforeAfter
 
 HOW = (
     "it has to return the function to tune with a tuple of its example arguments, (function, (x, "
@@ -55,17 +59,21 @@ class Subject:
             with policy_override(autotune=False, strict=False):
                 return jitted.lower(*self.arguments, **self.keywords)
 
-    def runnable(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """The function and real arguments for it: shapes are filled with random numbers."""
+    def compare(self, result: AutotuningResult, **limits: Any) -> BeforeAfter:
+        """Run it with heuristic configs and with a result's; shapes become random numbers."""
         from ..ops.tuner.tuner import random_like_if_abstract
+        from ..report import before_and_after
 
         if self.function is None:
             raise Failure(
                 f"{self.name} returns a lowered computation, which cannot be run with two sets of "
                 "configs; return (function, arguments) instead"
             )
-        arguments, keywords = random_like_if_abstract((self.arguments, self.keywords), seed=0)
-        return self.function, arguments, keywords
+        with theirs(f"{self.name}: running it"):
+            arguments, keywords = random_like_if_abstract((self.arguments, self.keywords), seed=0)
+            return before_and_after(
+                self.function, arguments, keywords, result=result, what=self.name, **limits
+            )
 
 
 def load(name: str) -> Subject:

@@ -15,7 +15,7 @@ from ..report import Run
 from ..report import write as write_report
 from . import options
 from .exits import Exit, Failure, in_one_line
-from .loading import HOW, Subject, import_modules, load, theirs
+from .loading import HOW, import_modules, load
 from .output import State, note
 from .programs import invocations_of, operations_of, read_program, stored_result
 from .records import answer, save_record, typed_command
@@ -23,7 +23,6 @@ from .stores import open_place, open_store
 
 if TYPE_CHECKING:
     from ..ops import AutotuningResult, ConfigSelectorChain
-    from ..report import BeforeAfter
 
 
 def _listener(total: int) -> Callable[..., None]:
@@ -155,7 +154,11 @@ def tune(
             result = tune_invocations(selector, device_fingerprint(), found)
         took = time.perf_counter() - start
         if bench and subject is not None and result.entries:
-            model, trouble = _before_and_after(subject, result)
+            try:
+                model = subject.compare(result, seconds=20.0)
+            except Failure as error:  # the configs are tuned and stored all the same
+                trouble = f"not compared before and after: {error}"
+                note(trouble)
     except KeyboardInterrupt:  # what was learned is in the store already
         interrupted, took = True, time.perf_counter() - start
         result = stored_result(selector, invocations_of(found))
@@ -219,20 +222,3 @@ def _check_address(address: str | None) -> None:
         socket.create_connection((match[1], int(match[2])), timeout=10).close()
     except (OSError, OverflowError) as error:
         raise Failure(f"--ray-address {address}: no cluster answers there: {error}") from error
-
-
-def _before_and_after(subject: Subject, result: AutotuningResult) -> tuple[BeforeAfter | None, str]:
-    """The whole function with both sets of configs; or why it could not be run."""
-    from ..report import before_and_after
-
-    try:
-        with theirs(f"{subject.name}: running it"):
-            function, arguments, keywords = subject.runnable()
-            compared = before_and_after(
-                function, arguments, keywords, result=result, seconds=20.0, what=subject.name
-            )
-        return compared, ""
-    except Failure as error:  # the configs are tuned and stored all the same
-        trouble = f"not compared before and after: {error}"
-        note(trouble)
-        return None, trouble

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 import sys
+from typing import Any
 
 import click
 
@@ -43,20 +44,21 @@ def verify(
     from ...store import Bundle
 
     found = [
-        (entry, problems[0].reason)
-        for entry in entries
-        if (problems := verify_bundle(Bundle([entry])))
+        (entry, wrong[0].reason) for entry in entries if (wrong := verify_bundle(Bundle([entry])))
     ]
-    data = {
-        "place": place.shown,
-        "entries": len(entries),
-        "problems": [{**as_data(entry), "problem": reason} for entry, reason in found],
-    }
-    rows = [(e["key"][1], e["key"][2], reason, e["key"][0]) for e, reason in found]
+    problems = [{**as_data(entry), "problem": reason} for entry, reason in found]
     count = f"{counted(len(entries), 'entry')} in {place.shown}, {len(found)} with a problem"
-    header = ("operation", "key", "problem", "device")
-    state.result(data, table(header, rows), count)
+    data = {"place": place.shown, "entries": len(entries), "problems": problems}
+    state.result(data, _table(found, "problem"), count)
     return Exit.NOT_WELL if found else Exit.OK
+
+
+def _table(found: list[tuple[Entry, str]], title: str) -> Any:
+    """Entries, and what is said about each."""
+    rows = [
+        (e["key"][1], e["key"][2], described(e["config"]), why, e["key"][0]) for e, why in found
+    ]
+    return table(("operation", "key", "config", title, "device"), rows)
 
 
 @click.command()
@@ -112,10 +114,7 @@ def prune(
 
     place = open_place(source, or_nowhere=True)
     found = [(entry, why) for entry in place.entries(op, device) if (why := reason(entry))]
-    rows = [
-        (e["key"][1], e["key"][2], described(e["config"]), why, e["key"][0]) for e, why in found
-    ]
-    shown = table(("operation", "key", "config", "reason", "device"), rows)
+    shown = _table(found, "reason")
     if found and not dry_run and not yes:
         if state.as_json or not sys.stdin.isatty():
             raise click.UsageError(
