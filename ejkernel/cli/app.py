@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import click
-from click.shell_completion import get_completion_class, shell_complete
+from click.shell_completion import get_completion_class
 
 from .. import __version__
 from . import options
@@ -28,7 +28,6 @@ from .tune import tune
 
 NAME = "ejkernel"
 
-_COMPLETE = "_EJKERNEL_COMPLETE"  # the shell asks for completions with this variable
 _INSTALL = {
     "bash": "echo 'eval \"$(ejkernel completion bash)\"' >> ~/.bashrc",
     "zsh": "echo 'eval \"$(ejkernel completion zsh)\"' >> ~/.zshrc",
@@ -47,8 +46,31 @@ _KNOWN_ERRORS = (
 )
 
 
+class _ClosedPipe(Exception):
+    """A closed pipe, under a name that Click does not know: it would end with a code of its own."""
+
+
+@contextlib.contextmanager
+def _closed_pipes_named() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise _ClosedPipe from error
+
+
+class _Group(click.Group):
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _closed_pipes_named():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _closed_pipes_named():
+            return super().invoke(ctx)
+
+
 @click.group(
     NAME,
+    cls=_Group,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Every command has --help, --json and --debug. Docs: docs/cli.md",
 )
@@ -67,7 +89,7 @@ def completion(state: State, shell: str) -> None:
     """Print the completion script of a shell."""
     kind = get_completion_class(shell)
     assert kind is not None
-    script = kind(app, {}, NAME, _COMPLETE).source()
+    script = kind(app, {}, NAME, "_EJKERNEL_COMPLETE").source()
     state.result({"shell": shell, "script": script, "install": _INSTALL[shell]}, script)
 
 
@@ -98,16 +120,12 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: list[str], state: State) -> int:
-    """What `click.Command.main` does, which would end the process at a closed pipe."""
-    if instruction := os.environ.get(_COMPLETE):
-        return shell_complete(app, {}, NAME, _COMPLETE, instruction)
     try:
-        with app.make_context(NAME, arguments, obj=state) as context:
-            code = app.invoke(context)
+        code = app.main(arguments, prog_name=NAME, standalone_mode=False, obj=state)
         return code if isinstance(code, int) else Exit.OK
     except click.exceptions.Exit as done:
         return done.exit_code
-    except (click.Abort, KeyboardInterrupt, EOFError) as error:
+    except (click.Abort, KeyboardInterrupt) as error:
         return _failed(state, "interrupted", Exit.INTERRUPTED, error)
     except click.UsageError as error:
         usage = f"{error.ctx.get_usage()}\n" if error.ctx is not None else ""
@@ -115,8 +133,10 @@ def _run(arguments: list[str], state: State) -> int:
         return _failed(state, f"{error.format_message()}{hint}", Exit.USAGE, error, usage)
     except click.ClickException as error:
         return _failed(state, error.format_message(), Exit.INPUT, error)
-    except BrokenPipeError:
-        raise
+    except SystemExit as done:  # completion ends so
+        return done.code if isinstance(done.code, int) else Exit.OK
+    except (BrokenPipeError, _ClosedPipe) as error:
+        raise BrokenPipeError from error
     except Exception as error:  # noqa: BLE001  the last place where it can become a message
         return _failed(state, *_explained(error), error)
 

@@ -80,10 +80,10 @@ def not_whole(text: str) -> str:
     return ""
 
 
-Found = tuple["Invocation[Any, Any] | None", "Skipped | None"]
+Labelled = tuple["Invocation[Any, Any] | None", "Skipped | None"]
 
 
-def operations_of(program: Any, name: str) -> list[Found]:
+def operations_of(program: Any, name: str) -> list[Labelled]:
     """The distinct labelled calls of a program, each with an invocation or why it has none."""
     from ..ops import device_fingerprint
     from ..ops.execution.offline import labelled_invocations
@@ -100,9 +100,9 @@ def operations_of(program: Any, name: str) -> list[Found]:
     return found
 
 
-def invocations_of(found: Iterable[Found]) -> list[Invocation[Any, Any]]:
-    """Those that can be asked about."""
-    return [inv for inv, _ in found if inv is not None]
+def invocations_of(labelled: Iterable[Labelled]) -> list[Invocation[Any, Any]]:
+    """The invocations of the calls that have one."""
+    return [inv for inv, _ in labelled if inv is not None]
 
 
 def stored_result(

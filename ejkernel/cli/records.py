@@ -1,4 +1,4 @@
-"""What a tuning run leaves behind: its record, and what is said about it."""
+"""What a tuning run leaves behind: its record, and the answer of the command."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def runs_folder() -> pathlib.Path:
 def save_record(run: Run, title: str, given: str | None) -> pathlib.Path | None:
     """Write the record of a run: to the file that was given, else to a new one in `runs_folder`.
 
-    The run is over and its configs are stored: if there is no such folder, that is said, and None.
+    The run is over and its configs are stored: without such a folder, a note says why, and None.
     """
     if given is not None:
         return run.save(given)

@@ -84,7 +84,7 @@ class Place:
 def open_place(given: str | None, *, must_exist: bool = True, or_nowhere: bool = False) -> Place:
     """The place that a person named (None: the usual store), checked to be readable.
 
-    With `or_nowhere` a user who has no place for a store is told so, and gets an empty one.
+    With `or_nowhere` a user who has no place for a store gets a note, and an empty place.
     """
     from ..store import Bundle
 

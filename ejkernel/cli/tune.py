@@ -124,7 +124,7 @@ def tune(
         if value is not None and not value > 0:
             raise click.UsageError(f"--{option} {value} must be more than 0")
     text = None if hlo is None else read_program(hlo)
-    opened = open_place(source, must_exist=False)  # what cannot be read is said before all else
+    opened = open_place(source, must_exist=False)  # its errors come before the work
     import_modules(modules)
     subject = None if name is None else load(name)
     program = text if subject is None else subject.lower()

@@ -54,7 +54,7 @@ def times(factor: float) -> str:
 
 
 def speedup(before: float | None, after: float | None) -> str:
-    """`1.25×`, how many times faster the second time is; a dash if it cannot be said."""
+    """`1.25×`, how many times faster the second time is; a dash if one of them is not known."""
     return times(before / after) if before and after else "–"
 
 

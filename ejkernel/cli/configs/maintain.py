@@ -54,7 +54,7 @@ def verify(
 
 
 def _table(found: list[tuple[Entry, str]], title: str) -> Any:
-    """Entries, and what is said about each."""
+    """Entries, each with its problem or reason."""
     rows = [
         (e["key"][1], e["key"][2], described(e["config"]), why, e["key"][0]) for e, why in found
     ]
@@ -143,7 +143,7 @@ def _not_fresh(entry: Entry, stale: bool, suspect: bool) -> str:
 
     kernel = catalog.find(entry["key"][1])
     if kernel is None:
-        return ""  # nothing can be said about it
+        return ""  # whether its source changed is not known
     freshness = judge(entry["about"], kernel, ConfigKey(*entry["key"]))
     wanted = {EntryState.STALE: stale, EntryState.SUSPECT: suspect}
     return freshness.reason if wanted.get(freshness.state) else ""

@@ -70,7 +70,7 @@ def merge(
 ) -> None:
     """Merge stores and bundles into one bundle.
 
-    Of two entries for one call the better measured one is taken; different configs are said.
+    Of two entries for one call the better measured one is taken; different configs are reported.
     """
     opened = [open_place(name) for name in places]
     first, *others = (place.as_bundle(op, device) for place in opened)
