@@ -11,26 +11,42 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import click
+from click.shell_completion import get_completion_class
 
 from .. import __version__
-from ..markup import printable
+from . import options
 from .bench import bench
 from .check import check
-from .completion import completion
 from .configs import configs
 from .doctor import doctor
-from .exits import Exit, Failure, in_one_line
+from .exits import Exit, Failure, in_one_line, os_reason
 from .labels import labels
 from .native import native
-from .options import common
-from .output import State, note, plain, write
+from .output import State, note
 from .report import report
 from .tune import tune
 
 NAME = "ejkernel"
 
+_INSTALL = {
+    "bash": "echo 'eval \"$(ejkernel completion bash)\"' >> ~/.bashrc",
+    "zsh": "echo 'eval \"$(ejkernel completion zsh)\"' >> ~/.zshrc",
+    "fish": "ejkernel completion fish > ~/.config/fish/completions/ejkernel.fish",
+}
 
-class _NobodyReads(Exception):
+# Errors that no command foresaw. Only a module that is loaded can have raised one of its own, and
+# loading it to find out would import JAX.
+_KNOWN_ERRORS = (
+    ("ejkernel.store.errors", "StoreError", Exit.STORE),
+    ("ejkernel.store.bundle", "BundleError", Exit.INPUT),
+    ("ejkernel.targets.catalog", "TargetError", Exit.INPUT),
+    ("ejkernel.report.plain", "NotARun", Exit.INPUT),
+    ("ejkernel.ops.utils.environment", "VariableError", Exit.USAGE),
+    ("ejkernel.ops.tuner.isolation.process", "WorkerUnavailable", Exit.INPUT),
+)
+
+
+class _ClosedPipe(Exception):
     """A closed pipe, under a name that Click does not know: it would end with a code of its own."""
 
 
@@ -39,7 +55,7 @@ def _closed_pipes_named() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError as error:
-        raise _NobodyReads from error
+        raise _ClosedPipe from error
 
 
 class _Group(click.Group):
@@ -59,9 +75,22 @@ class _Group(click.Group):
     epilog="Every command has --help, --json and --debug. Docs: docs/cli.md",
 )
 @click.version_option(__version__, prog_name=NAME, message="%(prog)s %(version)s")
-@common
+@options.common
 def app() -> None:
     """JAX operations that choose their own configuration: tune, look, ship."""
+
+
+@click.command(
+    help="Print the completion script of a shell.\n\n\b\n" + "\n".join(_INSTALL.values())
+)
+@click.argument("shell", type=click.Choice(list(_INSTALL)))
+@options.with_state
+def completion(state: State, shell: str) -> None:
+    """Print the completion script of a shell."""
+    kind = get_completion_class(shell)
+    assert kind is not None
+    script = kind(app, {}, NAME, "_EJKERNEL_COMPLETE").source()
+    state.result({"shell": shell, "script": script, "install": _INSTALL[shell]}, script)
 
 
 for command in (doctor, tune, bench, report, configs, check, labels, native, completion):
@@ -83,16 +112,17 @@ def run(arguments: Sequence[str]) -> int:
         try:
             code = _run(list(arguments), state)
             sys.stdout.flush()
-        except BrokenPipeError:
+        except BrokenPipeError:  # what is left in the buffers must not raise at the exit
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = Exit.BROKEN_PIPE
-    if code is Exit.BROKEN_PIPE:
-        _let_go_of_the_output()
     return int(code)
 
 
 def _run(arguments: list[str], state: State) -> int:
     try:
         code = app.main(arguments, prog_name=NAME, standalone_mode=False, obj=state)
+        return code if isinstance(code, int) else Exit.OK
     except click.exceptions.Exit as done:
         return done.exit_code
     except (click.Abort, KeyboardInterrupt) as error:
@@ -103,15 +133,12 @@ def _run(arguments: list[str], state: State) -> int:
         return _failed(state, f"{error.format_message()}{hint}", Exit.USAGE, error, usage)
     except click.ClickException as error:
         return _failed(state, error.format_message(), Exit.INPUT, error)
-    except Failure as error:
-        return _failed(state, str(error), error.code, error)
     except SystemExit as done:  # completion ends so
         return done.code if isinstance(done.code, int) else Exit.OK
-    except (BrokenPipeError, _NobodyReads) as error:
+    except (BrokenPipeError, _ClosedPipe) as error:
         raise BrokenPipeError from error
     except Exception as error:  # noqa: BLE001  the last place where it can become a message
         return _failed(state, *_explained(error), error)
-    return code if isinstance(code, int) else Exit.OK
 
 
 def _failed(state: State, message: str, code: Exit, error: BaseException, before: str = "") -> Exit:
@@ -120,32 +147,22 @@ def _failed(state: State, message: str, code: Exit, error: BaseException, before
         traceback.print_exception(error)
     note(f"{before}{NAME}: {message}")
     if state.as_json:
-        import json
-
-        write(json.dumps(plain({"error": message, "exit_code": int(code)}), indent=1) + "\n")
+        state.result({"error": message, "exit_code": int(code)})
     return code
 
 
 def _explained(error: Exception) -> tuple[str, Exit]:
-    """An error that no command foresaw, as far as its type tells what it means."""
-    kinds: list[tuple[str, str, Exit]] = [
-        ("ejkernel.store.errors", "StoreError", Exit.STORE),
-        ("ejkernel.store.bundle", "BundleError", Exit.INPUT),
-        ("ejkernel.targets.catalog", "TargetError", Exit.INPUT),
-        ("ejkernel.report.plain", "NotARun", Exit.INPUT),
-        ("ejkernel.ops.utils.environment", "VariableError", Exit.USAGE),
-        ("ejkernel.ops.tuner.isolation.process", "WorkerUnavailable", Exit.INPUT),
-    ]
-    for module, name, code in kinds:
-        # Only a module that is loaded can have raised it; loading it here would import JAX.
+    """An error as a message, as far as its type tells what it means."""
+    if isinstance(error, Failure):
+        return str(error), error.code
+    for module, name, code in _KNOWN_ERRORS:
         kind: Any = getattr(sys.modules.get(module), name, None)
         if kind is not None and isinstance(error, kind):
             return str(error), code
     if isinstance(error, ImportError):
         return str(error), Exit.MISSING
     if isinstance(error, OSError):
-        where = f": {error.filename}" if error.filename else ""
-        return f"{error.strerror or error}{where}", Exit.INPUT
+        return os_reason(error), Exit.INPUT
     return (
         f"{in_one_line(error)}\nThis is a bug of ejkernel, or of what it was given. "
         "Run it again with --debug to see where it happened.",
@@ -153,46 +170,26 @@ def _explained(error: Exception) -> tuple[str, Exit]:
     )
 
 
-def _let_go_of_the_output() -> None:
-    """Nobody reads it: what is left in the buffers must not raise at the exit."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, sys.stdout.fileno())
-
-
-class _Stderr(logging.StreamHandler[Any]):
-    """Writes to the standard error of the moment: a progress bar puts lines above itself."""
+class _Notes(logging.Handler):
+    """Shows log records as notes, where a progress bar puts lines above itself."""
 
     def __init__(self, state: State) -> None:
-        logging.Handler.__init__(self)
+        super().__init__()
         self._state = state
-
-    @property
-    def stream(self) -> Any:
-        return sys.stderr
-
-    @stream.setter
-    def stream(self, value: Any) -> None:
-        pass
 
     def emit(self, record: logging.LogRecord) -> None:
         least = (logging.WARNING, logging.INFO, logging.DEBUG)[min(self._state.verbosity, 2)]
         if record.levelno >= least:
-            super().emit(record)
-
-
-class _Printable(logging.Formatter):
-    """Whatever names a message holds, the terminal shows them and does not obey them."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record), keep="\n\t")
+            try:
+                note(self.format(record))
+            except Exception:  # noqa: BLE001  as the handlers of `logging` do
+                self.handleError(record)
 
 
 @contextlib.contextmanager
 def _logging(state: State) -> Iterator[None]:
-    """Show the library's log while a command runs, as much of it as was asked for."""
-    logger, handler = logging.getLogger("ejkernel"), _Stderr(state)
-    handler.setFormatter(_Printable("%(message)s"))
+    """Show the library's log while a command runs, as much of it as was requested."""
+    logger, handler = logging.getLogger("ejkernel"), _Notes(state)
     level, propagate = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)

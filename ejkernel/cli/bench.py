@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 
 import click
 
+from ..report.formatting import described, duration, interval, times
 from . import options
 from .exits import Exit, Failure
-from .loading import import_modules, load, theirs
-from .output import State, brief, milliseconds, plain, table
+from .loading import import_modules, load
+from .output import State, fields_of, table
 from .programs import invocations_of, operations_of, stored_result
 from .stores import open_place
 
@@ -22,7 +24,6 @@ from .stores import open_place
     "--seconds", type=float, default=60.0, show_default=True, help="Begin no round after this time."
 )
 @options.imports
-@options.common
 @options.with_state
 def bench(
     state: State,
@@ -39,11 +40,8 @@ def bench(
     """
     if rounds < 1:
         raise click.UsageError(f"--rounds {rounds} must be 1 or more")
-    import statistics
-
     from ..ops import ConfigCache, ConfigSelectorChain
     from ..ops.utils.serialize import to_plain
-    from ..report import before_and_after
 
     place = open_place(source)
     if place.store is None:
@@ -61,21 +59,27 @@ def bench(
             f"to compare; run `ejkernel tune {name}` first",
             Exit.NOT_WELL,
         )
-    with theirs(f"{name}: running it"):
-        function, arguments, keywords = subject.runnable()
-        compared = before_and_after(
-            function, arguments, keywords, result=result, rounds=rounds, seconds=seconds, what=name
-        )
-    before, after = (statistics.median(times) for times in (compared.before, compared.after))
+    compared = subject.compare(result, rounds=rounds, seconds=seconds)
+    before, after = (statistics.median(samples) for samples in (compared.before, compared.after))
+    operations = [
+        {
+            "op_id": entry.op_id,
+            "call_key": entry.call_key,
+            "signature": entry.signature,
+            "config": to_plain(entry.cfg),
+        }
+        for entry in result
+    ]
+    rows = [
+        (entry["op_id"], entry["signature"], described(entry["config"])) for entry in operations
+    ]
     gain = compared.gain
-    rows = [(entry.op_id, entry.signature, brief(to_plain(entry.cfg))) for entry in result]
-    shown = [table(("operation", "call", "stored config"), rows)]
     lines = [f"without: {skip.label}: {skip.reason}" for skip in result.skipped]
     lines += [f"note: {remark}" for remark in compared.notes]
     lines += [
-        f"heuristic configs  {milliseconds(before)} (median of {len(compared.before)})",
-        f"stored configs     {milliseconds(after)}",
-        f"speedup            {gain.times:.2f}x, between {gain.low:.2f}x and {gain.high:.2f}x",
+        f"heuristic configs  {duration(before)} (median of {len(compared.before)})",
+        f"stored configs     {duration(after)}",
+        f"speedup            {times(gain.times)}, between {interval(gain, 'and')}",
     ]
     if compared.difference is not None:
         lines.append(
@@ -86,16 +90,8 @@ def bench(
         **dataclasses.asdict(compared),
         "median_before": before,
         "median_after": after,
-        "operations": [
-            {
-                "op_id": entry.op_id,
-                "call_key": entry.call_key,
-                "signature": entry.signature,
-                "config": to_plain(entry.cfg),
-            }
-            for entry in result
-        ],
-        "not_stored": [{"label": skip.label, "reason": skip.reason} for skip in result.skipped],
+        "operations": operations,
+        "not_stored": fields_of(result.skipped, "label", "reason"),
     }
-    state.result(plain(data), *shown, *lines)
+    state.result(data, table(("operation", "call", "stored config"), rows), *lines)
     return Exit.OK

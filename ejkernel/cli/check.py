@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,11 +10,10 @@ import click
 from . import options
 from .exits import Exit, Failure, in_one_line
 from .loading import import_modules, load
-from .output import State, plain, table
+from .output import State, table
 from .programs import invocations_of, operations_of
 
 if TYPE_CHECKING:
-    from ..ops import Invocation
     from ..targets import CheckResult, Target
 
 
@@ -47,7 +47,6 @@ def _complete(context: click.Context, parameter: click.Parameter, begun: str) ->
 )
 @click.option("--jobs", type=int, metavar="N", help="Compilers at the same time.")
 @options.imports
-@options.common
 @options.with_state
 def check(
     state: State,
@@ -77,31 +76,32 @@ def check(
     targets = _targets(wanted, lower_only)
     import_modules(modules)
     found = operations_of(load(name).lower(), name)
+    from ..targets import TargetError, check_call, export
+
     results: list[CheckResult] = []
     data: list[dict[str, Any]] = []
     shown: list[str] = []
-    bad = 0
-    for target in targets:
-        for inv in invocations_of(found):
-            result = _checked(inv, target, lower_only, seconds, jobs)
-            call = {"target": target.name, "op_id": inv.key.op_id, "signature": inv.signature}
-            if isinstance(result, str):
-                bad += 1
-                shown.append(f"{inv.full_op_id}({inv.signature}) for {target.name}: {result}")
-                data.append({**call, "error": result, "configs": []})
-                continue
-            results.append(result)
-            bad += not result.feasible
-            shown.append(str(result))
-            data.append({**call, "configs": [entry.to_plain() for entry in result.entries]})
+    for target, inv in itertools.product(targets, invocations_of(found)):
+        call = {"target": target.name, "op_id": inv.key.op_id, "signature": inv.signature}
+        try:
+            result = check_call(
+                inv, target=target, compile=not lower_only, seconds=seconds, jobs=jobs
+            )
+        except TargetError as error:
+            reason = in_one_line(error).removeprefix("TargetError: ")
+            shown.append(f"{inv.full_op_id}({inv.signature}) for {target.name}: {reason}")
+            data.append({**call, "error": reason, "configs": []})
+            continue
+        results.append(result)
+        shown.append(str(result))
+        data.append({**call, "configs": [entry.to_plain() for entry in result.entries]})
     shown += [f"{skip.label}: not checked: {skip.reason}" for _, skip in found if skip]
+    feasible = [result for result in results if result.feasible]
     if file is not None and results:
-        from ..targets import export
-
-        bundle = export([r for r in results if r.feasible], file, best=best)
+        bundle = export(feasible, file, best=best)
         shown.append(f"{len(bundle)} calls with their {best} best candidates written to {file}")
-    state.result(plain({"checks": data, "export": file}), "\n\n".join(shown))
-    return Exit.NOT_WELL if bad else Exit.OK
+    state.result({"checks": data, "export": file}, "\n\n".join(shown))
+    return Exit.OK if len(feasible) == len(data) else Exit.NOT_WELL
 
 
 def _targets(wanted: tuple[str, ...], lower_only: bool) -> list[Target]:
@@ -125,30 +125,9 @@ def _targets(wanted: tuple[str, ...], lower_only: bool) -> list[Target]:
     return targets
 
 
-def _checked(
-    inv: Invocation[Any, Any], target: Target, lower_only: bool, seconds: float, jobs: int | None
-) -> CheckResult | str:
-    from ..targets import TargetError, check_call
-
-    try:
-        return check_call(inv, target=target, compile=not lower_only, seconds=seconds, jobs=jobs)
-    except TargetError as error:
-        return in_one_line(error).removeprefix("TargetError: ")
-
-
 def _list(state: State, ask: bool) -> int:
     from ..targets import available
 
-    listed = available(ask=ask)
-    rows = [
-        (
-            entry.target.name,
-            entry.target.device_name or "this machine",
-            "yes" if entry.usable else "lower only",
-            entry.compiler if entry.usable else entry.lacking,
-        )
-        for entry in listed
-    ]
     data = [
         {
             "target": entry.target.name,
@@ -158,7 +137,16 @@ def _list(state: State, ask: bool) -> int:
             "compiler": entry.compiler,
             "lacking": entry.lacking,
         }
-        for entry in listed
+        for entry in available(ask=ask)
+    ]
+    rows = [
+        (
+            entry["target"],
+            entry["device"] or "this machine",
+            "yes" if entry["usable"] else "lower only",
+            entry["compiler"] if entry["usable"] else entry["lacking"],
+        )
+        for entry in data
     ]
     state.result(data, table(("target", "device", "compiles here", "with, or what it lacks"), rows))
     return Exit.OK

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
+import importlib.metadata
 import importlib.util
 import pathlib
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import click
 
 from .. import __version__
+from ..report.formatting import counted
 from . import options
 from .exits import Exit, Failure, in_one_line
-from .output import State, counted, styled, table
+from .output import State, styled, table
 
 _MARKS = {
     "ok": ("ok", "green"),
@@ -29,19 +31,16 @@ _EXTRAS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Health:
+class Finding(NamedTuple):
     """One thing that was looked at.
 
     Attributes:
-      area: what it belongs to.
       name: the thing.
       status: `ok`, `missing` (and not needed), `warning` or `error`.
-      text: what was found.
+      text: what is known of it.
       advice: what to do about it.
     """
 
-    area: str
     name: str
     status: str
     text: str
@@ -50,63 +49,63 @@ class Health:
 
 @click.command()
 @options.store
-@options.common
 @options.with_state
 def doctor(state: State, source: str | None) -> int:
     """Look at this installation: device, versions, store, targets, what is missing.
 
     Ends with 1 if something is broken; what is merely not installed is no error.
     """
-    findings = [*_versions(), *_device(), *_settings(), *_store(source), *_bundles()]
-    findings += [*_extras(), *_targets(), *_native(), *_crashes()]
-    rows = []
-    area = ""
-    for finding in findings:
-        mark, style = _MARKS[finding.status]
-        text = f"{finding.text}; {finding.advice}" if finding.advice else finding.text
-        head = finding.area if finding.area != area else ""
-        area = finding.area
-        rows.append((head, finding.name, styled(mark, style), text))
-    errors = sum(finding.status == "error" for finding in findings)
-    warnings = sum(finding.status == "warning" for finding in findings)
-    verdict = (
-        f"{counted(errors, 'error')}, {counted(warnings, 'warning')}"
-        if errors or warnings
-        else "all is well"
-    )
-    data = {
-        "ok": not errors,
-        "findings": [dataclasses.asdict(finding) for finding in findings],
+    areas: dict[str, Callable[[], Iterator[Finding]]] = {
+        "versions": _versions,
+        "device": _device,
+        "settings": _settings,
+        "store": lambda: _store(source),
+        "bundles": _bundles,
+        "extras": _extras,
+        "targets": _targets,
+        "native": _native,
+        "journal": _crashes,
     }
-    state.result(data, table(("", "", "", ""), rows), verdict)
+    rows, findings = [], []
+    for area, find in areas.items():
+        for number, (name, status, text, advice) in enumerate(found := list(find())):
+            shown = f"{text}; {advice}" if advice else text
+            rows.append((area if number == 0 else "", name, styled(*_MARKS[status]), shown))
+        findings += [{"area": area, **finding._asdict()} for finding in found]
+    errors, warnings = (
+        sum(finding["status"] == kind for finding in findings) for kind in ("error", "warning")
+    )
+    verdict = f"{counted(errors, 'error')}, {counted(warnings, 'warning')}"
+    state.result(
+        {"ok": not errors, "findings": findings},
+        table(("", "", "", ""), rows),
+        verdict if errors or warnings else "all is well",
+    )
     return Exit.NOT_WELL if errors else Exit.OK
 
 
-def _versions() -> Iterator[Health]:
-    import importlib.metadata
-
-    yield Health("versions", "ejkernel", "ok", __version__)
+def _versions() -> Iterator[Finding]:
+    yield Finding("ejkernel", "ok", __version__)
     python = f"{platform.python_version()} on {platform.platform(terse=True)}"
-    yield Health("versions", "python", "ok", python)
+    yield Finding("python", "ok", python)
     for package in ("jax", "jaxlib"):
         try:
             found = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            yield Health("versions", package, "error", "not installed", "pip install 'jax>=0.10'")
+            yield Finding(package, "error", "not installed", "pip install 'jax>=0.10'")
             continue
         old = tuple(int(n) for n in found.split(".")[:2] if n.isdecimal()) < (0, 10)
         advice = "ejkernel needs 0.10 or newer: pip install -U jax" if old else ""
-        yield Health("versions", package, "error" if old else "ok", found, advice)
+        yield Finding(package, "error" if old else "ok", found, advice)
 
 
-def _device() -> Iterator[Health]:
+def _device() -> Iterator[Finding]:
     try:
         import jax
 
         devices = jax.devices()
     except Exception as error:  # noqa: BLE001  a plugin may fail in any way: that is the finding
-        yield Health(
-            "device",
+        yield Finding(
             "jax",
             "error",
             f"JAX does not start: {in_one_line(error)}",
@@ -117,11 +116,10 @@ def _device() -> Iterator[Health]:
 
     first = devices[0]
     count = f"{len(devices)} × " if len(devices) > 1 else ""
-    yield Health("device", device_kind(), "ok", f"{count}{first.device_kind} ({first.platform})")
-    yield Health("device", "fingerprint", "ok", device_fingerprint())
-    if first.platform == "cpu" and _looks_like_a_gpu():
-        yield Health(
-            "device",
+    yield Finding(device_kind(), "ok", f"{count}{first.device_kind} ({first.platform})")
+    yield Finding("fingerprint", "ok", device_fingerprint())
+    if first.platform == "cpu" and pathlib.Path("/dev/nvidia0").exists():
+        yield Finding(
             "gpu",
             "warning",
             "there is an NVIDIA device, but JAX does not use it",
@@ -129,11 +127,7 @@ def _device() -> Iterator[Health]:
         )
 
 
-def _looks_like_a_gpu() -> bool:
-    return pathlib.Path("/dev/nvidia0").exists()
-
-
-def _settings() -> Iterator[Health]:
+def _settings() -> Iterator[Finding]:
     from ..ops.utils import environment
 
     for variable in environment.VARIABLES:
@@ -146,12 +140,12 @@ def _settings() -> Iterator[Health]:
             if variable is environment.AGREEMENT_SECONDS:
                 variable.seconds()
         except environment.VariableError as error:
-            yield Health("settings", variable.name, "error", str(error))
+            yield Finding(variable.name, "error", str(error))
             continue
-        yield Health("settings", variable.name, "ok", value)
+        yield Finding(variable.name, "ok", value)
 
 
-def _store(source: str | None) -> Iterator[Health]:
+def _store(source: str | None) -> Iterator[Finding]:
     from ..ops.config.persistent import default_path
     from ..store import BundleError, FolderLocation, StoreError, locate
     from ..store.private import why_not_writable
@@ -165,53 +159,49 @@ def _store(source: str | None) -> Iterator[Health]:
             name = locate(given).shown  # without its password
         if str(given).endswith(".json") or "://" in str(given):
             place = open_place(str(given))
-            yield Health("store", place.shown, "ok", counted(len(place.entries()), "entry"))
+            yield Finding(place.shown, "ok", counted(len(place.entries()), "entry"))
             return
         location = locate(given)
         assert isinstance(location, FolderLocation)
         name = location.shown
         count = count_entries(location)
     except (StoreError, BundleError, Failure, OSError) as error:
-        yield Health("store", name, "error", str(error))
+        yield Finding(name, "error", str(error))
     except click.ClickException as error:
-        yield Health("store", name, "error", error.format_message())
+        yield Finding(name, "error", error.format_message())
     else:
         reason = why_not_writable(location.folder)
         text = "nothing was tuned yet" if count is None else counted(count, "entry")
         if reason is not None:
-            advice = "EJKERNEL_CACHE_DIR names another folder"
             text = f"{text}, and nothing can be stored: {reason}"
-            yield Health("store", name, "warning", text, advice)
-        elif count is None:
-            yield Health("store", name, "ok", f"{text}; it is made when the first config is stored")
+            yield Finding(name, "warning", text, "EJKERNEL_CACHE_DIR names another folder")
         else:
-            yield Health("store", name, "ok", text)
+            made = "it is made when the first config is stored" if count is None else ""
+            yield Finding(name, "ok", text, made)
 
 
-def _bundles() -> Iterator[Health]:
+def _bundles() -> Iterator[Finding]:
     from ..ops.utils import environment
     from ..store.bundle import Shipped
 
     shipped = Shipped(environment.CONFIG_PATH.read())
     for source, bundle in shipped.bundles:
-        text = f"{counted(len(bundle), 'entry')} ({source.origin})"
-        yield Health("bundles", str(source.path), "ok", text)
+        count = counted(len(bundle), "entry")
+        yield Finding(str(source.path), "ok", f"{count} ({source.origin})")
     for problem in shipped.problems:
-        yield Health("bundles", problem.what, "error", problem.reason)
+        yield Finding(problem.what, "error", problem.reason)
 
 
-def _extras() -> Iterator[Health]:
-    import importlib.metadata
-
+def _extras() -> Iterator[Finding]:
     for extra, module, package, use in _EXTRAS:
         if importlib.util.find_spec(module) is None:
             advice = f"pip install 'ejkernel[{extra}]'"
-            yield Health("extras", extra, "missing", f"not installed: {use}", advice)
+            yield Finding(extra, "missing", f"not installed: {use}", advice)
         else:
-            yield Health("extras", extra, "ok", f"{package} {importlib.metadata.version(package)}")
+            yield Finding(extra, "ok", f"{package} {importlib.metadata.version(package)}")
 
 
-def _targets() -> Iterator[Health]:
+def _targets() -> Iterator[Finding]:
     from ..targets import available
 
     groups: dict[tuple[bool, str], list[str]] = {}
@@ -221,21 +211,19 @@ def _targets() -> Iterator[Health]:
     for (usable, what), names in groups.items():
         text = f"compiles with {what}" if usable else "lowers only"
         advice = "" if usable else f"to compile, {what}"
-        yield Health("targets", ", ".join(names), "ok" if usable else "missing", text, advice)
+        yield Finding(", ".join(names), "ok" if usable else "missing", text, advice)
 
 
-def _native() -> Iterator[Health]:
-    if importlib.util.find_spec("ejkernel.native") is None:
-        return
+def _native() -> Iterator[Finding]:
     from .native import native_module
 
     found = native_module().status()
-    advice = "" if found.built else "ejkernel native build makes them now"
+    advice = "ejkernel native build makes them now" if found.available and not found.built else ""
     status = "ok" if found.available else "missing"
-    yield Health("native", "C++ kernels", status, found.reason, advice if status == "ok" else "")
+    yield Finding("C++ kernels", status, found.reason, advice)
 
 
-def _crashes() -> Iterator[Health]:
+def _crashes() -> Iterator[Finding]:
     from ..ops.tuner.isolation.journal import Journal
     from ..ops.utils.environment import NoHomeFolder
 
@@ -244,8 +232,7 @@ def _crashes() -> Iterator[Health]:
     except NoHomeFolder:  # the store's finding says so
         return
     if crashed:
-        yield Health(
-            "journal",
+        yield Finding(
             "crashes",
             "warning",
             f"{len(crashed)} candidates killed the process that tuned them and are left out",

@@ -14,7 +14,7 @@ class Exit(enum.IntEnum):
     NOT_WELL = 1
     """It worked, and the answer is bad: a problem was found, something could not be tuned."""
     USAGE = 2
-    """The command was typed wrong: an unknown option, target or key."""
+    """A usage error: an unknown option, target or key."""
     INPUT = 3
     """What was given cannot be used: a module, a function, a file."""
     STORE = 4
@@ -24,7 +24,7 @@ class Exit(enum.IntEnum):
     INTERNAL = 70
     """A bug of ejkernel."""
     INTERRUPTED = 130
-    """Ctrl-C; what was learned is kept."""
+    """Ctrl-C; what was learned is stored."""
     BROKEN_PIPE = 141
     """Nobody reads the output any more."""
 
@@ -44,18 +44,19 @@ def in_one_line(error: BaseException) -> str:
     return f"{name}: {first.strip()}" if first else name
 
 
+def os_reason(error: OSError) -> str:
+    """`Permission denied: the/file`."""
+    return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+
+
 def raised_at(error: BaseException) -> str:
     """` (model.py:12)`: where the user's code raised an error; empty if it was not in a file."""
-    ours = pathlib.Path(__file__).parent.parent
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [
-        frame
-        for frame in frames
-        if pathlib.Path(frame.filename).is_file()
-        and ours not in pathlib.Path(frame.filename).parents
-        and "site-packages" not in frame.filename
-        and "/lib/python" not in frame.filename
-    ]
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}:{error.lineno})"
-    return f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
+    ours = pathlib.Path(__file__).parent.parent
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = pathlib.Path(frame.filename)
+        foreign = "site-packages" in frame.filename or "/lib/python" in frame.filename
+        if file.is_file() and ours not in file.parents and not foreign:
+            return f" ({file}:{frame.lineno})"
+    return ""

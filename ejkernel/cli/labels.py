@@ -6,9 +6,10 @@ from typing import Any
 
 import click
 
+from ..report.formatting import counted, described
 from . import options
 from .exits import Exit
-from .output import State, brief, counted, table
+from .output import State, table
 from .programs import read_program
 from .stores import open_place
 
@@ -16,7 +17,6 @@ from .stores import open_place
 @click.command()
 @click.argument("file", metavar="FILE")
 @options.store
-@options.common
 @options.with_state
 def labels(state: State, file: str, source: str | None) -> int:
     """List the operations in the text of a program, with what is stored for them on this device.
@@ -32,34 +32,33 @@ def labels(state: State, file: str, source: str | None) -> int:
     place = open_place(source, or_nowhere=True)
     stored = {tuple(entry["key"]): entry for entry in place.entries()}
     device = device_fingerprint()
-    rows, data = [], []
+    data: list[dict[str, Any]] = []
     for label, spec in find_stamps_in_text(text):
         op_id, call_key = parse_label(label)
-        described: dict[str, Any] = {} if spec is None else describe_specification(spec)
+        described_call = {} if spec is None else describe_specification(spec)
         entry = stored.get((device, op_id, call_key))
         data.append(
             {
                 "label": label,
                 "op_id": op_id,
                 "call_key": call_key,
-                "kernel": described.get("kernel"),
-                "signature": described.get("signature"),
+                "kernel": described_call.get("kernel"),
+                "signature": described_call.get("signature"),
                 "config": entry and entry["config"],
             }
         )
-        rows.append(
-            (
-                op_id,
-                call_key,
-                described.get("signature", "(only its label)"),
-                described.get("kernel", ""),
-                brief(entry["config"]) if entry else "-",
-            )
+    rows = [
+        (
+            item["op_id"],
+            item["call_key"],
+            item["signature"] or "(only its label)",
+            item["kernel"] or "",
+            "–" if item["config"] is None else described(item["config"]),
         )
+        for item in data
+    ]
     header = ("operation", "key", "call", "kernel", "stored config")
-    known = sum(row[-1] != "-" for row in rows)
-    counts = f"{counted(len(rows), 'operation')}, {known} of them stored for {device}"
-    state.result(
-        {"device": device, "labels": data}, *([table(header, rows)] if rows else []), counts
-    )
-    return Exit.OK if rows else Exit.NOT_WELL
+    known = sum(item["config"] is not None for item in data)
+    counts = f"{counted(len(data), 'operation')}, {known} of them stored for {device}"
+    state.result({"device": device, "labels": data}, table(header, rows), counts)
+    return Exit.OK if data else Exit.NOT_WELL

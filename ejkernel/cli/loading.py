@@ -11,11 +11,15 @@ import pathlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from .exits import Exit, Failure, in_one_line, raised_at
+from .exits import Failure, in_one_line, raised_at
+
+if TYPE_CHECKING:
+    from ..ops import AutotuningResult
+    from ..report import BeforeAfter
 
 HOW = (
     "it has to return the function to tune with a tuple of its example arguments, (function, (x, "
@@ -51,23 +55,25 @@ class Subject:
         with theirs(f"{self.name}: lowering its function with its example arguments"):
             import jax
 
-            jitted: Any = self.function
-            if not hasattr(jitted, "lower"):
-                jitted = jax.jit(jitted)
+            jitted = self.function if hasattr(self.function, "lower") else jax.jit(self.function)
             with policy_override(autotune=False, strict=False):
                 return jitted.lower(*self.arguments, **self.keywords)
 
-    def runnable(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """The function and real arguments for it: shapes are filled with random numbers."""
+    def compare(self, result: AutotuningResult, **limits: Any) -> BeforeAfter:
+        """Run it with heuristic configs and with a result's; shapes become random numbers."""
         from ..ops.tuner.tuner import random_like_if_abstract
+        from ..report import before_and_after
 
         if self.function is None:
             raise Failure(
                 f"{self.name} returns a lowered computation, which cannot be run with two sets of "
                 "configs; return (function, arguments) instead"
             )
-        arguments, keywords = random_like_if_abstract((self.arguments, self.keywords), seed=0)
-        return self.function, arguments, keywords
+        with theirs(f"{self.name}: running it"):
+            arguments, keywords = random_like_if_abstract((self.arguments, self.keywords), seed=0)
+            return before_and_after(
+                self.function, arguments, keywords, result=result, what=self.name, **limits
+            )
 
 
 def load(name: str) -> Subject:
@@ -136,6 +142,8 @@ def import_module(name: str) -> ModuleType:
     """A module by its name, also from the current folder; or by its file."""
     if name.endswith(".py") or "/" in name:
         return _import_file(pathlib.Path(name))
+    if not name or name.startswith(".") or ".." in name:
+        raise Failure(f"{name!r} is no name of a module")
     here = str(pathlib.Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does
@@ -148,10 +156,6 @@ def import_module(name: str) -> ModuleType:
                     f"there is no module {name!r}; looked in the current folder ({here}) and in "
                     "what is installed. A file is named with its ending: folder/model.py:function"
                 ) from error
-            raise
-        except (ValueError, TypeError) as error:
-            if not name.strip(".") or ".." in name or name.startswith("."):
-                raise Failure(f"{name!r} is no name of a module") from error
             raise
 
 
@@ -180,22 +184,16 @@ def theirs(what: str) -> Iterator[None]:
             yield
     except (Failure, click.ClickException, BrokenPipeError):
         raise
-    except ValueError as error:
-        environment = sys.modules.get("ejkernel.ops.utils.environment")
-        if environment is not None and isinstance(error, environment.VariableError):
-            raise  # not the doing of their code
-        raise _their_fault(what, error) from error
     except SystemExit as error:
         raise Failure(
             f"{what}: it ended the process (exit {error.code}) while it was loaded; put what a "
             'script does under `if __name__ == "__main__":`'
         ) from error
     except Exception as error:
-        raise _their_fault(what, error) from error
-
-
-def _their_fault(what: str, error: Exception) -> Failure:
-    return Failure(f"{what} raised {in_one_line(error)}{raised_at(error)}", Exit.INPUT)
+        environment = sys.modules.get("ejkernel.ops.utils.environment")
+        if environment is not None and isinstance(error, environment.VariableError):
+            raise  # not the doing of their code
+        raise Failure(f"{what} raised {in_one_line(error)}{raised_at(error)}") from error
 
 
 def _no_attribute(name: str, module: ModuleType, path: str) -> str:
@@ -204,10 +202,9 @@ def _no_attribute(name: str, module: ModuleType, path: str) -> str:
         for key, value in vars(module).items()
         if callable(value) and getattr(value, "__module__", None) == module.__name__
     ]
-    near = difflib.get_close_matches(path, functions, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    if not hint and functions:
-        hint = f"; it has {', '.join(functions[:8])}"
+    hint = f"; it has {', '.join(functions[:8])}" if functions else ""
+    if near := difflib.get_close_matches(path, functions, n=1):
+        hint = f"; did you mean {near[0]}?"
     return f"{name}: the module {module.__name__!r} has no {path!r}{hint}"
 
 

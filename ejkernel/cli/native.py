@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-import importlib.util
 from typing import Any
 
 import click
 
 from . import options
 from .exits import Exit, Failure
-from .output import State, plain, table
+from .output import State, table
 
 
 @click.group()
@@ -21,7 +19,6 @@ def native() -> None:
 
 
 @native.command()
-@options.common
 @options.with_state
 def status(state: State) -> int:
     """Say whether they are built and used. Ends with 1 if they cannot be used."""
@@ -32,7 +29,6 @@ def status(state: State) -> int:
 
 @native.command()
 @click.option("--force", is_flag=True, help="Build them anew.")
-@options.common
 @options.with_state
 def build(state: State, force: bool) -> int:
     """Build them now, with the C++ compiler of this machine."""
@@ -46,15 +42,12 @@ def build(state: State, force: bool) -> int:
 
 
 def native_module() -> Any:
-    """`ejkernel.native`, if this build of ejkernel has it."""
-    if importlib.util.find_spec("ejkernel.native") is None:
-        raise Failure("this build of ejkernel has no native kernels", Exit.MISSING)
-    importlib.import_module("ejkernel.modules")  # the operations say which libraries there are
+    """`ejkernel.native`, with every operation loaded: they say which libraries there are."""
+    importlib.import_module("ejkernel.modules")
     return importlib.import_module("ejkernel.native")
 
 
 def _answer(state: State, found: Any) -> None:
     rows = [(name, str(file)) for name, file in found.files.items()]
-    files = [table(("library", "file"), rows)] if rows else []
     compiler = f"compiler: {found.compiler}"
-    state.result(plain(dataclasses.asdict(found)), found.reason, compiler, *files)
+    state.result(found, found.reason, compiler, table(("library", "file"), rows))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,43 +12,35 @@ from .output import State
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _remember(name: str) -> Callable[[click.Context, click.Parameter, Any], None]:
-    def callback(context: click.Context, parameter: click.Parameter, value: Any) -> None:
-        state = context.find_root().ensure_object(State)
-        if value:
-            setattr(state, name, value)
-
-    return callback
+def _remember(context: click.Context, parameter: click.Parameter, value: Any) -> None:
+    if value:
+        setattr(context.ensure_object(State), str(parameter.name), value)
 
 
 def common(command: F) -> F:
     """`--json`, `--verbose` and `--debug`, wherever they stand on the line."""
-    for names, field, text in (
-        (("--debug",), "debug", "Show the whole traceback of an error."),
-        (("-v", "--verbose"), "verbosity", "Say more of what happens (-vv: everything)."),
-        (("--json",), "as_json", "Answer in JSON."),
+    shared: dict[str, Any] = {"expose_value": False, "is_eager": True, "callback": _remember}
+    for option in (
+        click.option(
+            "--debug", is_flag=True, help="Show the whole traceback of an error.", **shared
+        ),
+        click.option(
+            "-v",
+            "--verbose",
+            "verbosity",
+            count=True,
+            help="Say more of what happens (-vv: everything).",
+            **shared,
+        ),
+        click.option("--json", "as_json", is_flag=True, help="Answer in JSON.", **shared),
     ):
-        command = click.option(
-            *names,
-            expose_value=False,
-            is_eager=True,
-            callback=_remember(field),
-            help=text,
-            is_flag=field != "verbosity",
-            count=field == "verbosity",
-        )(command)
+        command = option(command)
     return command
 
 
-def with_state(function: F) -> F:
-    """Give a command its `State` as the first argument."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        context = click.get_current_context()
-        return function(context.find_root().ensure_object(State), *args, **kwargs)
-
-    return call  # type: ignore[return-value]
+def with_state(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of `common`, and the command's `State` as the first argument."""
+    return common(click.pass_obj(function))
 
 
 store = click.option(
@@ -59,7 +50,6 @@ store = click.option(
     metavar="PLACE",
     help="A folder, the URL of a database, or a bundle file.  [default: the store of this user]",
 )
-
 imports = click.option(
     "--import",
     "modules",
@@ -68,7 +58,13 @@ imports = click.option(
     help="Import this module first, so that its kernels are known (may be repeated).",
 )
 
-operation = click.option("--op", metavar="NAME", help="Only this operation: matmul, or matmul@v1.")
-device = click.option(
-    "--device", metavar="TEXT", help="Only devices whose fingerprint has this in it; 'here'."
-)
+
+def filters(command: F) -> F:
+    """`--op` and `--device`: which entries of a place are meant."""
+    operation = click.option(
+        "--op", metavar="NAME", help="Only this operation: matmul, or matmul@v1."
+    )
+    device = click.option(
+        "--device", metavar="TEXT", help="Only devices whose fingerprint has this in it; 'here'."
+    )
+    return operation(device(command))

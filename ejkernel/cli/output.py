@@ -1,7 +1,8 @@
 """What a command prints: tables for a person, JSON for a program, in one place.
 
 Everything is made into text first and written at once, so that a reader who goes away (`| head`)
-is met in one place only. Rich is imported when something is shown.
+is met in one place only. Rich is imported when something is shown. Times, factors and configs look
+as in a report: `report.formatting`.
 """
 
 from __future__ import annotations
@@ -9,15 +10,12 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ..markup import one_line, printable
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from ..report.plain import plain
 
 WIDE = 100_000  # columns of a pipe: a line is never broken there
 
@@ -32,10 +30,7 @@ class State:
 
     def result(self, data: Any, *shown: Any) -> None:
         """Answer: `data` with `--json`, else what is shown (texts, tables)."""
-        if self.as_json:
-            write(json.dumps(plain(data), indent=1) + "\n")
-        else:
-            write(rendered(*shown))
+        write(json.dumps(plain(data), indent=1) + "\n" if self.as_json else rendered(*shown))
 
 
 def write(text: str) -> None:
@@ -46,53 +41,33 @@ def write(text: str) -> None:
 
 def note(text: str) -> None:
     """Say something apart from the answer: on the standard error, where no program reads it."""
-    sys.stderr.write(printable(text, keep="\n") + "\n")
+    sys.stderr.write(printable(text, keep="\n\t") + "\n")
     sys.stderr.flush()
-
-
-def plain(value: Any) -> Any:
-    """Data as JSON has it; numbers that it has no word for become null, other things text."""
-    if isinstance(value, Mapping):
-        return {str(name): plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if value is None or isinstance(value, (str, bool, int, float)):
-        return value
-    return str(value)
 
 
 def rendered(*shown: Any) -> str:
     """Texts and tables as text: with colours in a terminal that wants them, plain elsewhere."""
-    terminal = sys.stdout.isatty()
-    console = _console(terminal)
-    for item in shown:
-        console.print(printable(item, keep="\n") if isinstance(item, str) else item)
-    assert isinstance(console.file, io.StringIO)
-    lines = console.file.getvalue().splitlines()
-    return "".join(f"{line.rstrip()}\n" for line in lines)
-
-
-def _console(terminal: bool) -> Console:
     from rich.console import Console
 
-    width = Console().width if terminal else WIDE
-    colourless = Console().no_color  # NO_COLOR, as Rich reads it
-    return Console(
-        file=io.StringIO(),
-        force_terminal=terminal and not colourless,
-        no_color=colourless,
-        width=width,
+    terminal, usual, text = sys.stdout.isatty(), Console(), io.StringIO()
+    console = Console(
+        file=text,
+        force_terminal=terminal and not usual.no_color,  # NO_COLOR, as Rich reads it
+        no_color=usual.no_color,
+        width=usual.width if terminal else WIDE,
         markup=False,  # `float32[8]` is no markup
         highlight=False,
         emoji=False,
         soft_wrap=not terminal,
     )
+    for item in shown:
+        if item is not None:
+            console.print(printable(item, keep="\n") if isinstance(item, str) else item)
+    return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[int] = ()) -> Any:
-    """A table: one line per row in a pipe, folded to the width of a terminal."""
+    """A table: one line per row in a pipe, folded to the width of a terminal; None without rows."""
     from rich import box
     from rich.table import Table
 
@@ -104,12 +79,10 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[
         show_header=any(header),
     )
     for number, name in enumerate(header):
-        made.add_column(
-            name, justify="right" if number in right else "left", overflow="fold", no_wrap=False
-        )
+        made.add_column(name, justify="right" if number in right else "left", overflow="fold")
     for row in rows:
         made.add_row(*(c if hasattr(c, "__rich_console__") else one_line(c) for c in row))
-    return made
+    return made if made.row_count else None
 
 
 def styled(text: str, style: str) -> Any:
@@ -119,41 +92,6 @@ def styled(text: str, style: str) -> Any:
     return Text(one_line(text), style=style)
 
 
-def inert(value: Any) -> Any:
-    """Data from a store or a bundle, to be shown: every text in it in one line, and printable."""
-    if isinstance(value, Mapping):
-        return {one_line(name): inert(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [inert(item) for item in value]
-    return one_line(value) if isinstance(value, str) else value
-
-
-def brief(config: Any) -> str:
-    """A config as plain data, short, without what is None: `fwd(q_blocksize=64) rows=8`."""
-    if not isinstance(config, Mapping):
-        return json.dumps(config) if isinstance(config, (list, str)) else str(config)
-    parts = []
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            parts.append(f"{name}({brief(value)})")
-        elif value is not None:
-            parts.append(f"{name}={value}")
-    return " ".join(parts)
-
-
-def counted(number: int, what: str) -> str:
-    """`1 entry`, `2 entries`."""
-    if number != 1:
-        what = f"{what[:-1]}ies" if what.endswith("y") else f"{what}s"
-    return f"{number} {what}"
-
-
-def milliseconds(seconds: Any) -> str:
-    """`1.234 ms`, or a dash for nothing measured."""
-    return f"{seconds * 1e3:.4g} ms" if isinstance(seconds, (int, float)) else "-"
-
-
-def ratio(seconds: Any, heuristic: Any) -> str:
-    """How many times as fast: `1.32x`, or a dash."""
-    numbers = isinstance(seconds, (int, float)) and isinstance(heuristic, (int, float))
-    return f"{heuristic / seconds:.2f}x" if numbers and seconds > 0 else "-"
+def fields_of(objects: Iterable[Any], *names: str) -> list[dict[str, Any]]:
+    """Some attributes of each object, for JSON."""
+    return [{name: getattr(item, name) for name in names} for item in objects]

@@ -37,8 +37,7 @@ def read_program(name: str) -> str:
             f"{name} is no text ({error.reason} at byte {error.start}); write a program with "
             "jax.jit(f).lower(...).as_text()"
         ) from error
-    reason = not_whole(text)
-    if reason:
+    if reason := not_whole(text):
         raise Failure(f"{name} is not the whole text of a program: {reason}")
     return text
 
@@ -81,10 +80,10 @@ def not_whole(text: str) -> str:
     return ""
 
 
-Found = tuple["Invocation[Any, Any] | None", "Skipped | None"]
+Labelled = tuple["Invocation[Any, Any] | None", "Skipped | None"]
 
 
-def operations_of(program: Any, name: str) -> list[Found]:
+def operations_of(program: Any, name: str) -> list[Labelled]:
     """The distinct labelled calls of a program, each with an invocation or why it has none."""
     from ..ops import device_fingerprint
     from ..ops.execution.offline import labelled_invocations
@@ -92,34 +91,27 @@ def operations_of(program: Any, name: str) -> list[Found]:
 
     found = list(labelled_invocations(program, device_fingerprint()))
     if not found:
-        stamp = environment.STAMP.read()
         why = (
             "EJKERNEL_OPS_STAMP=none leaves its labels out"
-            if stamp == "none" and not isinstance(program, str)
+            if environment.STAMP.read() == "none" and not isinstance(program, str)
             else "it calls none, or was traced with EJKERNEL_OPS_STAMP=none"
         )
         raise Failure(f"{name}: there is no operation of ejkernel in the program; {why}")
     return found
 
 
-def invocations_of(found: Iterable[Found]) -> list[Invocation[Any, Any]]:
-    """Those that can be asked about."""
-    return [inv for inv, _ in found if inv is not None]
+def invocations_of(labelled: Iterable[Labelled]) -> list[Invocation[Any, Any]]:
+    """The invocations of the calls that have one."""
+    return [inv for inv, _ in labelled if inv is not None]
 
 
 def stored_result(
     selector: ConfigSelectorChain, invocations: Iterable[Invocation[Any, Any]]
 ) -> AutotuningResult:
     """What a strict call would run with, for each call; those with nothing stored are skipped."""
-    from ..ops import (
-        AutotuningResult,
-        Entry,
-        StrictMiss,
-        device_fingerprint,
-        label,
-        policy_override,
-    )
+    from ..ops import AutotuningResult, Entry, StrictMiss, label, policy_override
     from ..ops.execution.results import Skipped
+    from ..ops.utils.fingerprint import device_fingerprint
 
     entries, skipped = [], []
     for inv in invocations:
@@ -132,15 +124,8 @@ def stored_result(
             skipped.append(Skipped(label(key.op_id, key.call_key), "nothing is stored for it"))
             continue
         about = decision.about if isinstance(decision.about, dict) else {}
+        times = (about.get("seconds"), about.get("heuristic_seconds"))
         entries.append(
-            Entry(
-                key.op_id,
-                key.call_key,
-                decision.cfg,
-                inv.signature,
-                about.get("seconds"),
-                about.get("heuristic_seconds"),
-                decision.reason,
-            )
+            Entry(key.op_id, key.call_key, decision.cfg, inv.signature, *times, decision.reason)
         )
     return AutotuningResult(device_fingerprint(), entries, skipped)

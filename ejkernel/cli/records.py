@@ -1,9 +1,8 @@
-"""What a tuning run leaves behind: its record, and what is said about it."""
+"""What a tuning run leaves behind: its record, and the answer of the command."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import pathlib
 import re
@@ -12,29 +11,18 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ..markup import one_line
-from .output import State, brief, counted, milliseconds, note, plain, ratio, table
+from ..report.formatting import counted, described, duration, interval, speedup, times
+from .exits import os_reason
+from .output import State, fields_of, note, table
 
 if TYPE_CHECKING:
     from ..ops import AutotuningResult, PersistentCache
-    from ..report import BeforeAfter, Run
-    from .progress import Watch
-
-
-def record_of(
-    result: AutotuningResult,
-    title: str,
-    took: float,
-    store: PersistentCache,
-    model: BeforeAfter | None,
-    notes: tuple[str, ...],
-) -> Run:
-    """What `ejkernel report` makes a page of."""
     from ..report import Run
 
-    command = shlex.join(["ejkernel", *_without_password(sys.argv[1:])])
-    return Run.of(
-        result, title=title, seconds=took, store=store, model=model, command=command, notes=notes
-    )
+
+def typed_command() -> str:
+    """The command of this process, as a record shows it."""
+    return shlex.join(["ejkernel", *_without_password(sys.argv[1:])])
 
 
 def _without_password(arguments: list[str]) -> list[str]:
@@ -62,7 +50,7 @@ def runs_folder() -> pathlib.Path:
 def save_record(run: Run, title: str, given: str | None) -> pathlib.Path | None:
     """Write the record of a run: to the file that was given, else to a new one in `runs_folder`.
 
-    The run is over and its configs are kept: if there is no such folder, that is said, and None.
+    The run is over and its configs are stored: without such a folder, a note says why, and None.
     """
     if given is not None:
         return run.save(given)
@@ -77,8 +65,7 @@ def save_record(run: Run, title: str, given: str | None) -> pathlib.Path | None:
             folder.write(name, run.dumps().encode())
             return folder.path / name
     except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
-        note(f"the record of the run is not kept: {error.strerror or error}{where} (--record FILE)")
+        note(f"the record of the run is not stored: {os_reason(error)} (--record FILE)")
         return None
 
 
@@ -115,65 +102,62 @@ def answer(
     store: PersistentCache,
     file: pathlib.Path | None,
     page: str | None,
-    watch: Watch,
+    total: int,
     interrupted: bool,
 ) -> None:
-    """Say what came of a run."""
+    """Say what came of a run of `total` operations."""
     rows = [
         (
             operation.op_id,
             operation.signature or operation.call_key,
-            milliseconds(operation.heuristic_seconds),
-            milliseconds(operation.seconds),
-            ratio(operation.seconds, operation.heuristic_seconds),
-            brief(operation.config),
+            duration(operation.heuristic_seconds),
+            duration(operation.seconds),
+            speedup(operation.heuristic_seconds, operation.seconds),
+            described(operation.config),
             "interrupted" if operation.incomplete else "",
         )
         for operation in run.operations
     ]
     header = ("operation", "call", "heuristic", "tuned", "speedup", "config", "")
-    shown: list[Any] = [table(header, rows, right=(2, 3, 4))] if rows else []
+    shown: list[Any] = [table(header, rows, right=(2, 3, 4))]
     shown += [f"not tuned: {skip.label}: {one_line(skip.reason)}" for skip in result.skipped]
     if run.model is not None:
         gain, rounds = run.model.gain, len(run.model.before)
-        faster = f"{gain.times:.2f}x as fast" if gain.is_real else "about as fast"
+        faster = f"{times(gain.times)} as fast" if gain.is_real else "about as fast"
         shown.append(
             f"{run.model.what}: {faster} as with heuristic configs "
-            f"(between {gain.low:.2f}x and {gain.high:.2f}x, {counted(rounds, 'round')})"
+            f"(between {interval(gain, 'and')}, {counted(rounds, 'round')})"
         )
-    kept = f"{len(run.operations)} of {counted(watch.total, 'operation')} stored in {store.path}"
+    stored = f"{len(run.operations)} of {counted(total, 'operation')} stored in {store.path}"
     if interrupted:
-        shown.append(f"interrupted: {kept}; the same command goes on where it stopped")
+        shown.append(f"interrupted: {stored}; the same command goes on where it stopped")
     else:
-        shown.append(kept)
+        shown.append(stored)
     if any(operation.incomplete for operation in run.operations) and not interrupted:
         shown.append("interrupted by a limit; the same command goes on where it stopped")
-    written = (("record", file), ("report", page))
-    if file is not None or page is not None:
-        shown.append(", ".join(f"{what}: {path}" for what, path in written if path))
+    written = [f"{what}: {path}" for what, path in (("record", file), ("report", page)) if path]
+    shown.append(", ".join(written) or None)
     if page is None and file is not None:
         shown.append("see it with `ejkernel report`")
     data = {
-        "store": str(store.path),
-        "record": None if file is None else str(file),
+        "store": store.path,
+        "record": file,
         "report": page,
         "interrupted": interrupted,
         "device": run.device,
         "seconds": run.seconds,
-        "operations": [
-            {
-                "op_id": operation.op_id,
-                "call_key": operation.call_key,
-                "signature": operation.signature,
-                "config": operation.config,
-                "seconds": operation.seconds,
-                "heuristic_seconds": operation.heuristic_seconds,
-                "incomplete": operation.incomplete,
-                "origin": operation.origin,
-            }
-            for operation in run.operations
-        ],
-        "not_tuned": [{"label": skip.label, "reason": skip.reason} for skip in result.skipped],
-        "model": None if run.model is None else dataclasses.asdict(run.model),
+        "operations": fields_of(
+            run.operations,
+            "op_id",
+            "call_key",
+            "signature",
+            "config",
+            "seconds",
+            "heuristic_seconds",
+            "incomplete",
+            "origin",
+        ),
+        "not_tuned": fields_of(result.skipped, "label", "reason"),
+        "model": run.model,
     }
-    state.result(plain(data), *shown)
+    state.result(data, *shown)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import pathlib
-from typing import TYPE_CHECKING
 
 import click
 
 from ..markup import one_line
+from ..report import FORMATS, NotARun, Run, render
+from ..report import write as write_report
+from ..report.formatting import counted
 from . import options
 from .exits import Failure
-from .output import State, counted, table, write
+from .output import State, table, write
 from .records import load_record, record_names, runs_folder
 from .stores import open_place
-
-if TYPE_CHECKING:
-    from ..report import Run
 
 
 @click.command()
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["html", "md", "json"]),
+    type=click.Choice(FORMATS),
     help="[default: what the name of the output ends with, else html]",
 )
 @click.option(
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 @options.store
 @click.option("--list", "listing", is_flag=True, help="List the records of earlier runs.")
 @click.option("--open", "opens", is_flag=True, help="Show it in the browser.")
-@options.common
 @options.with_state
 def report(
     state: State,
@@ -58,9 +56,6 @@ def report(
         return
     if record is not None and from_store:
         raise click.UsageError("give a RECORD or --from-store, not both")
-    from ..report import FORMATS, render
-    from ..report import write as write_report
-
     run = _of_store(source) if from_store or source is not None else _of_record(record)
     if form is None:
         ending = pathlib.Path(output or "").suffix.lower().lstrip(".")
@@ -85,8 +80,6 @@ def report(
 
 
 def _of_store(source: str | None) -> Run:
-    from ..report import Run
-
     place = open_place(source)
     if place.store is None:
         raise click.UsageError("--store: a report is of a store (a folder or a URL) or a record")
@@ -94,34 +87,27 @@ def _of_store(source: str | None) -> Run:
 
 
 def _of_record(record: str | None) -> Run:
-    from ..report import Run
-
-    if record is None:
-        records = record_names()
-        if not records:
-            raise Failure(
-                f"there is no record of a run in {runs_folder()}; `ejkernel tune` writes one. "
-                "--from-store makes a report of all that is stored"
-            )
-        return load_record(records[-1])
-    return Run.load(record)
+    if record is not None:
+        return Run.load(record)
+    records = record_names()
+    if not records:
+        raise Failure(
+            f"there is no record of a run in {runs_folder()}; `ejkernel tune` writes one. "
+            "--from-store makes a report of all that is stored"
+        )
+    return load_record(records[-1])
 
 
 def _list(state: State) -> None:
-    from ..report import NotARun
-
     rows, data = [], []
     for name in record_names():
-        file = runs_folder() / name
+        file = str(runs_folder() / name)
         try:
             run = load_record(name)
         except NotARun as error:
-            rows.append((str(file), "", "", str(error)))
+            rows.append((file, "", "", str(error)))
             continue
-        tuned = counted(len(run.operations), "operation")
-        rows.append((str(file), run.created, tuned, run.title))
-        data.append({"record": str(file), "created": run.created, "title": run.title})
-    if not rows:
-        state.result(data, f"no records in {runs_folder()}; `ejkernel tune` writes them")
-        return
-    state.result(data, table(("record", "made", "tuned", "of"), rows))
+        rows.append((file, run.created, counted(len(run.operations), "operation"), run.title))
+        data.append({"record": file, "created": run.created, "title": run.title})
+    nothing = None if rows else f"no records in {runs_folder()}; `ejkernel tune` writes them"
+    state.result(data, table(("record", "made", "tuned", "of"), rows), nothing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import pathlib
 from collections.abc import Mapping
@@ -24,47 +25,29 @@ Entry = dict[str, Any]
 MANY = 10_000_000  # entries: all of them
 
 
+@dataclasses.dataclass(frozen=True)
 class Place:
     """A store or a bundle, with one interface.
 
     Attributes:
       shown: how messages call it.
       store: the store; None for a bundle.
-      file: the file of a bundle.
+      bundle: the bundle; None for a store.
+      file: the file of a bundle; None also for the empty place of a user who has no store.
     """
 
-    def __init__(
-        self, shown: str, store: PersistentCache | None = None, file: pathlib.Path | None = None
-    ) -> None:
-        self.shown = shown
-        self.store = store
-        self.file = file
-        self._bundle: Bundle | None = None
-
-    @classmethod
-    def nowhere(cls) -> Place:
-        """The store of a user who has no place for one: there is nothing in it."""
-        from ..store import Bundle
-
-        place = cls("no store")
-        place._bundle = Bundle()
-        return place
-
-    @property
-    def is_bundle(self) -> bool:
-        """True for a bundle file."""
-        return self.file is not None
+    shown: str
+    store: PersistentCache | None = None
+    bundle: Bundle | None = None
+    file: pathlib.Path | None = None
 
     def entries(self, op: str | None = None, device: str | None = None) -> list[Entry]:
         """All entries, by operation, device and call; of an operation or device if one is given."""
-        listed = (
-            self.store.related(limit=MANY) if self.store is not None else list(self.as_bundle())
-        )
         from ..store.rows import sound_about
 
         wanted = [
             {**entry, "about": sound_about(entry["about"])}
-            for entry in listed
+            for entry in (self.bundle or () if self.store is None else self.store.related(MANY))
             if isinstance(entry["key"], tuple) and _fits(entry["key"], op, device)
         ]
         return sorted(wanted, key=lambda entry: (entry["key"][1], entry["key"][0], entry["key"][2]))
@@ -77,13 +60,8 @@ class Place:
         """Its entries as a bundle."""
         from ..store import Bundle
 
-        if self.store is None:
-            if self._bundle is None:
-                assert self.file is not None
-                self._bundle = Bundle.load(self.file)
-            if op is None and device is None:
-                return self._bundle
-            return self._bundle.prune(lambda entry: not _fits(entry["key"], op, device))
+        if self.bundle is not None:
+            return self.bundle.prune(lambda entry: not _fits(entry["key"], op, device))
         counted = []
         for entry in self.entries(op, device):
             tried = len(self.trials(entry))
@@ -97,38 +75,37 @@ class Place:
             for entry in entries:
                 self.store.remove(entry["key"])
             return
+        assert self.bundle is not None
         assert self.file is not None
         gone = {tuple(entry["key"]) for entry in entries}
-        self.as_bundle().prune(lambda entry: tuple(entry["key"]) in gone).save(self.file)
+        self.bundle.prune(lambda entry: tuple(entry["key"]) in gone).save(self.file)
 
 
 def open_place(given: str | None, *, must_exist: bool = True, or_nowhere: bool = False) -> Place:
     """The place that a person named (None: the usual store), checked to be readable.
 
-    With `or_nowhere` a user who has no place for a store is told so, and gets an empty one.
+    With `or_nowhere` a user who has no place for a store gets a note, and an empty place.
     """
+    from ..store import Bundle
+
     if given is not None and _is_bundle(given):
         file = expanded(given)
         if not file.exists():
             raise Failure(f"there is no bundle {given!r}")
-        place = Place(str(file), file=file)
-        place.as_bundle()
-        return place
+        return Place(str(file), bundle=Bundle.load(file), file=file)
     try:
         store = _opened(given)
     except StoreError as error:
         if given is not None or not or_nowhere:
             raise
         note(f"ejkernel: going on without a store: {error}")  # so heuristics are used
-        return Place.nowhere()
-    if must_exist and given is not None and "://" not in given:
-        folder = expanded(given)
-        if not folder.exists():
-            raise Failure(
-                f"there is no store in {given!r}: no such folder; name a folder, the URL of a "
-                "database, or a bundle file that ends with .json",
-                Exit.STORE,
-            )
+        return Place("no store", bundle=Bundle())
+    if must_exist and given is not None and "://" not in given and not expanded(given).exists():
+        raise Failure(
+            f"there is no store in {given!r}: no such folder; name a folder, the URL of a "
+            "database, or a bundle file that ends with .json",
+            Exit.STORE,
+        )
     store.check()
     return Place(str(store.path), store)
 
@@ -164,11 +141,14 @@ def _is_bundle(given: str) -> bool:
     return "://" not in given and given.endswith(".json")
 
 
+def _names(key: Any) -> tuple[str, str]:
+    """The operation of a key, with and without its version."""
+    return key[1], key[1].partition("@v")[0]
+
+
 def _fits(key: Any, op: str | None, device: str | None) -> bool:
-    if op is not None:
-        whole, bare = key[1], key[1].partition("@v")[0]
-        if not any(fnmatch.fnmatchcase(name, op) for name in (whole, bare)):
-            return False
+    if op is not None and not any(fnmatch.fnmatchcase(name, op) for name in _names(key)):
+        return False
     if device == "here":
         from ..ops import device_fingerprint
 
@@ -181,29 +161,23 @@ def find_entry(place: Place, wanted: str) -> Entry:
     entries = place.entries()
     text = wanted.partition("#")[2] or wanted  # a label without its prefix
     op, _, key = text.rpartition(":")
-    found = [
+    matching = [
         entry
         for entry in entries
         if (not op or entry["key"][1] == op) and entry["key"][2].startswith(key)
-    ]
-    if not found:
-        found = [
-            entry
-            for entry in entries
-            if wanted in (entry["key"][1], entry["key"][1].partition("@v")[0])
-        ]
-    if len(found) > 1:
-        here = [entry for entry in found if _fits(entry["key"], None, "here")]
-        found = here if len(here) == 1 else found
-    if len(found) == 1:
-        return found[0]
-    if not found:
+    ] or [entry for entry in entries if wanted in _names(entry["key"])]
+    if len(matching) > 1:
+        here = [entry for entry in matching if _fits(entry["key"], None, "here")]
+        matching = here if len(here) == 1 else matching
+    if len(matching) == 1:
+        return matching[0]
+    if not matching:
         raise click.UsageError(
             f"{place.shown} has no entry {wanted!r}; `ejkernel configs list` shows the keys"
         )
-    listed = "\n".join(f"  {_named(entry)}" for entry in found[:10])
-    more = f"\n  and {len(found) - 10} more" if len(found) > 10 else ""
-    raise click.UsageError(f"{wanted!r} fits {len(found)} entries; say which:\n{listed}{more}")
+    listed = "".join(f"\n  {_named(entry)}" for entry in matching[:10])
+    more = f"\n  and {len(matching) - 10} more" if len(matching) > 10 else ""
+    raise click.UsageError(f"{wanted!r} fits {len(matching)} entries; say which:{listed}{more}")
 
 
 def _named(entry: Mapping[str, Any]) -> str:

@@ -2,38 +2,52 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import socket
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..markup import one_line
+from ..report import Run
+from ..report import write as write_report
 from . import options
 from .exits import Exit, Failure, in_one_line
-from .loading import HOW, Subject, import_modules, load, theirs
+from .loading import HOW, import_modules, load
 from .output import State, note
-from .programs import Found, invocations_of, operations_of, read_program, stored_result
-from .progress import Watch
-from .records import answer, record_of, save_record
+from .programs import invocations_of, operations_of, read_program, stored_result
+from .records import answer, save_record, typed_command
 from .stores import open_place, open_store
 
 if TYPE_CHECKING:
-    from ..ops import AutotuningResult, ConfigSelectorChain, PersistentCache
-    from ..report import BeforeAfter
+    from ..ops import AutotuningResult, ConfigSelectorChain
 
 
-@dataclasses.dataclass(frozen=True)
-class Ray:
-    """Where to tune, if not in this process."""
+def _listener(total: int) -> Callable[..., None]:
+    """What a selector calls with its events: it says which operations are finished.
 
-    address: str | None
-    workers: int | None
+    The tuner itself shows a bar for each operation.
+    """
+    done: set[tuple[str, str]] = set()
+
+    def on_event(event: str, *, op_id: str, call_key: str, **data: Any) -> None:
+        if event == "cache_hit":
+            line = f"known already ({data.get('level')})"
+        elif event == "autotune_finish":
+            outcome = data["outcome"]
+            line = f"{outcome.summary()} ({outcome.took or 0.0:.1f} s)"
+        else:
+            return
+        done.add((op_id, call_key))
+        note(f"[{len(done)}/{total}] {one_line(f'{op_id}: {line}')}")
+
+    return on_event
 
 
 @click.command(
-    help=f"""Tune every operation of a function, and keep the result in the store.
+    help=f"""Tune every operation of a function, and store the result.
 
     MODULE:FUNCTION (or FILE.py:FUNCTION) is a function of yours without arguments: {HOW}.
 
@@ -83,18 +97,14 @@ class Ray:
 @click.option("--record", metavar="FILE", help="Where the record of the run is written.")
 @click.option("--report", "page", metavar="FILE", help="Write a report too: .html, .md or .json.")
 @click.option("--progress/--no-progress", default=None, help="A bar.  [default: in a terminal]")
-@options.common
 @options.with_state
 def tune(
     state: State,
     name: str | None,
     hlo: str | None,
     source: str | None,
-    effort: str,
     seconds: float | None,
     evaluations: int | None,
-    strategy: str,
-    isolation: str,
     backward: bool,
     ray: bool,
     ray_address: str | None,
@@ -104,19 +114,17 @@ def tune(
     record: str | None,
     page: str | None,
     progress: bool | None,
+    **search: Any,
 ) -> int:
-    """Tune, keep, compare, record, answer."""
+    """Tune, store, compare, record, answer."""
     if (name is None) == (hlo is None):
         raise click.UsageError("give either MODULE:FUNCTION or --hlo FILE")
-    for option, value in (
-        ("seconds", seconds),
-        ("evaluations", evaluations),
-        ("workers", workers),
-    ):
+    limits = {"seconds": seconds, "evaluations": evaluations, "workers": workers}
+    for option, value in limits.items():
         if value is not None and not value > 0:
             raise click.UsageError(f"--{option} {value} must be more than 0")
     text = None if hlo is None else read_program(hlo)
-    opened = open_place(source, must_exist=False)  # what cannot be read is said before all else
+    opened = open_place(source, must_exist=False)  # its errors come before the work
     import_modules(modules)
     subject = None if name is None else load(name)
     program = text if subject is None else subject.lower()
@@ -125,74 +133,79 @@ def tune(
     store = open_store(source, opened)
 
     from ..ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Tuner
+    from ..ops.execution.tuning import tune_invocations
+    from ..ops.utils.fingerprint import device_fingerprint
 
     keys = {inv.key for inv in invocations_of(found)}
-    watch = Watch(len(keys))
     if seconds is not None:  # of the whole run; the tuner's are those of one operation
-        seconds /= max(1, len([key for key in keys if not _is_finished(store, key)]))
-    tuner = Tuner(
-        effort=effort,
-        seconds=seconds,
-        evaluations=evaluations,
-        strategy=strategy,
-        isolation=isolation,  # type: ignore[arg-type]
-        progress=progress,
-    )
+        stored = [entry for key in keys if (entry := store.entry(key)) is not None]
+        finished = sum(not entry["about"].get("incomplete") for entry in stored)
+        seconds /= max(1, len(keys) - finished)
+    tuner = Tuner(seconds=seconds, evaluations=evaluations, progress=progress, **search)
     policy = AutotunePolicy(validate_backward=backward, strict=False)
-    selector = ConfigSelectorChain(ConfigCache(), policy, tuner, store, on_event=watch.on_event)
-    cluster = Ray(ray_address, workers) if ray or ray_address else None
+    listener = _listener(len(keys))
+    selector = ConfigSelectorChain(ConfigCache(), policy, tuner, store, on_event=listener)
     model, trouble, interrupted = None, "", False
     start = time.perf_counter()
     try:
-        result = _tuned(selector, found, program, cluster, progress)
+        if ray or ray_address:
+            result = _tuned_on_cluster(selector, program, ray_address, workers, progress)
+        else:
+            result = tune_invocations(selector, device_fingerprint(), found)
         took = time.perf_counter() - start
         if bench and subject is not None and result.entries:
-            model, trouble = _before_and_after(subject, result)
+            try:
+                model = subject.compare(result, seconds=20.0)
+            except Failure as error:  # the configs are tuned and stored all the same
+                trouble = f"not compared before and after: {error}"
+                note(trouble)
     except KeyboardInterrupt:  # what was learned is in the store already
         interrupted, took = True, time.perf_counter() - start
         result = stored_result(selector, invocations_of(found))
     notes = tuple(filter(None, ("interrupted by Ctrl-C" if interrupted else "", trouble)))
-    run = record_of(result, title, took, store, model, notes)
+    run = Run.of(
+        result,
+        title=title,
+        seconds=took,
+        store=store,
+        model=model,
+        command=typed_command(),
+        notes=notes,
+    )
     file = save_record(run, title, record)
     if page is not None:
-        from ..report import write as write_report
-
         write_report(run, page)
-    missing = _not_kept(store, result)
-    answer(state, result, run, store, file, page, watch, interrupted)
+    # What was measured and is not in the store, nor in a bundle that it need not be in.
+    missing = [
+        key.op_id
+        for key, entry in zip(result.as_mapping(), result.entries, strict=True)
+        if entry.outcome is not None and store.entry(key) is None
+    ]
+    answer(state, result, run, store, file, page, len(keys), interrupted)
     if interrupted:
         return Exit.INTERRUPTED
     if missing:
         note(
-            f"ejkernel: tuned, but not kept: {store.path} does not hold {', '.join(missing)}; see "
-            f"the warnings above{f'. The record {file} has the configs' if file else ''}"
+            f"ejkernel: tuned, but not stored: {store.path} does not hold {', '.join(missing)}; "
+            f"see the warnings above{f'. The record {file} has the configs' if file else ''}"
         )
         return Exit.STORE
     return Exit.NOT_WELL if result.skipped else Exit.OK
 
 
-def _tuned(
+def _tuned_on_cluster(
     selector: ConfigSelectorChain,
-    found: list[Found],
     program: Any,
-    cluster: Ray | None,
+    address: str | None,
+    workers: int | None,
     progress: bool | None,
 ) -> AutotuningResult:
-    from ..ops import device_fingerprint
-    from ..ops.execution.tuning import tune_invocations
-
-    if cluster is None:
-        return tune_invocations(selector, device_fingerprint(), found)
     from ..fleet import tune_on_cluster
 
-    _check_address(cluster.address)
+    _check_address(address)
     try:
         return tune_on_cluster(
-            selector,
-            program,
-            address=cluster.address,
-            workers=cluster.workers,
-            progress=progress,
+            selector, program, address=address, workers=workers, progress=progress
         )
     except ImportError as error:
         raise Failure(str(error), Exit.MISSING) from error
@@ -209,35 +222,3 @@ def _check_address(address: str | None) -> None:
         socket.create_connection((match[1], int(match[2])), timeout=10).close()
     except (OSError, OverflowError) as error:
         raise Failure(f"--ray-address {address}: no cluster answers there: {error}") from error
-
-
-def _before_and_after(subject: Subject, result: AutotuningResult) -> tuple[BeforeAfter | None, str]:
-    """The whole function with both sets of configs; or why it could not be run."""
-    from ..report import before_and_after
-
-    try:
-        with theirs(f"{subject.name}: running it"):
-            function, arguments, keywords = subject.runnable()
-            return (
-                before_and_after(
-                    function, arguments, keywords, result=result, seconds=20.0, what=subject.name
-                ),
-                "",
-            )
-    except Failure as error:  # the configs are tuned and kept all the same
-        note(f"not compared before and after: {error}")
-        return None, f"not compared before and after: {error}"
-
-
-def _is_finished(store: PersistentCache, key: Any) -> bool:
-    entry = store.entry(key)
-    return entry is not None and not entry["about"].get("incomplete")
-
-
-def _not_kept(store: PersistentCache, result: AutotuningResult) -> list[str]:
-    """Operations whose config is not in the store, nor in a bundle that it need not be."""
-    return [
-        key.op_id
-        for key, entry in zip(result.as_mapping(), result.entries, strict=True)
-        if entry.outcome is not None and store.entry(key) is None
-    ]

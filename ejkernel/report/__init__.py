@@ -11,13 +11,17 @@
 file that needs no network.
 """
 
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import TYPE_CHECKING, Any, Literal
 
 from .plain import NotARun
 from .record import BeforeAfter, Candidate, Gain, NotTuned, Operation, Run
-from .writing import FORMATS, render, write
 
 if TYPE_CHECKING:
+    from ..ops import AutotuningResult
     from .before_after import before_and_after
 
 __all__ = [
@@ -33,6 +37,45 @@ __all__ = [
     "render",
     "write",
 ]
+
+
+Format = Literal["html", "md", "json"]
+FORMATS: tuple[Format, ...] = ("html", "md", "json")
+
+
+def render(run: Run | AutotuningResult, format: Format = "html") -> str:
+    """A run, or what tuning gave back, as text: one whole HTML page, Markdown, or JSON.
+
+    >>> print(render(Run("An example", "cpu|x|2-threads", "2026-01-01"), "md").splitlines()[0])
+    # Tuning report: An example
+    """
+    if format not in FORMATS:
+        raise ValueError(
+            f"report: format={format!r} is not known; it is one of {', '.join(FORMATS)}"
+        )
+    record = run if isinstance(run, Run) else Run.of(run)
+    if format == "json":
+        return record.dumps()
+    from . import html, markdown
+
+    return html.page(record) if format == "html" else markdown.page(record)
+
+
+def write(
+    run: Run | AutotuningResult, path: str | os.PathLike[str], format: Format | None = None
+) -> pathlib.Path:
+    """Write a report; the file is there whole or not at all. Gives its path.
+
+    `format` is `"html"`, `"md"` or `"json"`; None: what the path's ending says, else HTML.
+    """
+    from ..store.private import write_whole
+
+    file = pathlib.Path(path)
+    if format is None:
+        ending = file.suffix.lower().lstrip(".")
+        format = next((known for known in FORMATS if known == ending), None)
+    write_whole(file, render(run, format or "html"))
+    return file
 
 
 def __getattr__(name: str) -> Any:

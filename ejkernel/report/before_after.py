@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -56,17 +57,15 @@ def before_and_after(
             return time.perf_counter() - start, out
 
     difference = _difference(run(heuristics)[1], run(tuned)[1])
-    before, after = [], []
+    before: list[float] = []
+    after: list[float] = []
     start = time.perf_counter()
     for done in range(rounds):
         if done >= LEAST_ROUNDS and time.perf_counter() - start > seconds:
             break
-        if done % 2:  # the second of two programs finds the caches of the first: take turns at it
-            after.append(run(tuned)[0])
-            before.append(run(heuristics)[0])
-        else:
-            before.append(run(heuristics)[0])
-            after.append(run(tuned)[0])
+        # The second of two programs reads what the first left in the caches: they take turns at it.
+        for samples, configs in ((before, heuristics), (after, tuned))[:: -1 if done % 2 else 1]:
+            samples.append(run(configs)[0])
     return BeforeAfter(
         what, tuple(before), tuple(after), gain_of(before, after), difference, tuple(notes)
     )
@@ -77,13 +76,10 @@ def _heuristics(result: AutotuningResult) -> tuple[dict[ConfigKey, Any], list[st
     configs, unknown = {}, []
     for entry in result.entries:
         cfg = None if entry.outcome is None else entry.outcome.heuristic
-        if cfg is None:
-            inv = find_invocation(entry.op_id, entry.call_key, result.device)
-            if inv is not None and inv.kernel is not None:
-                try:
-                    cfg = inv.kernel.heuristic(inv)
-                except NotImplementedError:
-                    cfg = None
+        inv = find_invocation(entry.op_id, entry.call_key, result.device)
+        if cfg is None and inv is not None and inv.kernel is not None:
+            with contextlib.suppress(NotImplementedError):
+                cfg = inv.kernel.heuristic(inv)
         if cfg is None:
             unknown.append(entry.op_id)
         else:

@@ -19,90 +19,68 @@ from ..ops.utils.fingerprint import device_fingerprint
 from ..ops.utils.provenance import versions
 from ..ops.utils.serialize import to_plain
 from ..store.rows import sound_about
-from .record import BeforeAfter, Candidate, Gain, NotTuned, Operation, Run, is_time
+from .record import Candidate, Gain, NotTuned, Operation, is_time
 
 StoreLike = PersistentCache | str | os.PathLike[str] | None
 
-MEASURED = "measured"
-CERTAINTY = 0.98  # that the limits of a gain hold it
+TEXTS = ("measured", "clock", "incomplete", "when", "where")  # of what is stored with a config
+CERTAINTY = 0.98  # that the confidence interval of a speedup holds it
 
 
-def run_of_result(
-    kind: type[Run],
-    result: AutotuningResult,
-    title: str,
-    seconds: float | None,
-    store: StoreLike,
-    model: BeforeAfter | None,
-    command: str,
-    environment: Mapping[str, str],
-    notes: tuple[str, ...],
-) -> Run:
-    """See `Run.of`."""
+def fields_of_result(
+    result: AutotuningResult, store: StoreLike, title: str, environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """What `Run.of` takes from a result and its store."""
     if not isinstance(result, AutotuningResult):
         raise TypeError(
             f"Run.of takes an AutotuningResult, got {result!r} ({type(result).__name__})"
         )
-    cache = _opened(store)
-    return kind(
-        title=title or _title(entry.op_id for entry in result.entries),
-        device=result.device,
-        created=now(),
-        seconds=seconds,
-        operations=tuple(_operation(entry, result.device, cache) for entry in result.entries),
-        not_tuned=tuple(NotTuned(skipped.label, skipped.reason) for skipped in result.skipped),
-        model=model,
-        store="" if cache is None else str(cache.path),
-        command=command,
-        environment={**facts(result.device), **environment},
-        notes=notes,
-    )
+    cache = store if store is None or isinstance(store, PersistentCache) else PersistentCache(store)
+    operations = tuple(_operation(entry, result.device, cache) for entry in result.entries)
+    return {
+        "title": title or _title(operations),
+        "operations": operations,
+        "not_tuned": tuple(NotTuned(skipped.label, skipped.reason) for skipped in result.skipped),
+        "store": "" if cache is None else str(cache.path),
+        **_here(result.device, environment),
+    }
 
 
-def run_of_store(
-    kind: type[Run], store: StoreLike, device: str | None, title: str, limit: int
-) -> Run:
-    """See `Run.of_store`."""
-    cache = _opened(store)
-    assert cache is not None
+def fields_of_store(
+    store: PersistentCache | str | os.PathLike[str], device: str | None, title: str, limit: int
+) -> dict[str, Any]:
+    """What `Run.of_store` takes from a store."""
+    cache = store if isinstance(store, PersistentCache) else PersistentCache(store)
     device = device or device_fingerprint()
-    entries = [
-        entry
-        for entry in cache.related(limit=limit, device=device)
-        if not entry["about"].get("estimated")  # ranked by a compiler, never run
-    ]
-    return kind(
-        title=title or f"Tuned configs of {device}",
-        device=device,
-        created=now(),
-        operations=tuple(_stored_operation(entry, cache) for entry in entries),
-        store=str(cache.path),
-        environment=facts(device),
-    )
+    return {
+        "title": title or f"Tuned configs of {device}",
+        "operations": tuple(
+            _stored_operation(entry, cache)
+            for entry in cache.related(limit=limit, device=device)
+            if not entry["about"].get("estimated")  # ranked by a compiler, never run
+        ),
+        "store": str(cache.path),
+        **_here(device, {}),
+    }
 
 
-def now() -> str:
-    """This moment, UTC, to the second."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def facts(device: str) -> dict[str, str]:
-    """What is true of this process and its machine."""
+def _here(device: str, environment: Mapping[str, str]) -> dict[str, Any]:
+    """The moment, and what is true of this process and its machine."""
+    facts = {"system": platform.platform(terse=True), "host": socket.gethostname()}
     return {
         "device": device,
-        **versions(),
-        "system": platform.platform(terse=True),
-        "host": socket.gethostname(),
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "environment": {"device": device, **versions(), **facts, **environment},
     }
 
 
 def gain_of(slower: Sequence[float], faster: Sequence[float], times: float | None = None) -> Gain:
     """How many times faster the second is, by the samples that both took interleaved.
 
-    The limits hold the median of the ratios with 98 % certainty, however the noise is distributed,
-    and are never closer than the race's own standard errors; of fewer than seven rounds they are
-    all that was seen. `times` is the figure to show, if another one than the median of the ratios
-    is known; the limits then include it.
+    The confidence interval holds the median of the ratios with 98 % certainty, however the noise is
+    distributed, and is never narrower than the race's own standard errors; of fewer than seven
+    rounds it is all that was seen. `times` is the figure to show, if another one than the median of
+    the ratios is known; the interval then includes it.
     """
     middle, error = compare(slower, faster)
     shown = math.exp(middle) if times is None else times
@@ -116,7 +94,7 @@ def gain_of(slower: Sequence[float], faster: Sequence[float], times: float | Non
 
 
 def _left_out(count: int) -> int:
-    """How many of so many sorted values may be left out at each end of limits of their median."""
+    """How many sorted values the confidence interval of their median leaves out at each end."""
     outside, number = 0.0, 0
     while True:
         outside += 2 * math.comb(count, number) / 2**count
@@ -129,12 +107,14 @@ def _left_out(count: int) -> int:
 
 
 def _operation(entry: Entry, device: str, cache: PersistentCache | None) -> Operation:
-    outcome = entry.outcome
     key = ConfigKey(device, entry.op_id, entry.call_key)
     stored = None if cache is None else cache.entry(key)
-    config = _plain(entry.cfg)
-    if outcome is not None:
-        about: Mapping[str, Any] = {**outcome.about(), "versions": versions()}
+    try:
+        config = to_plain(entry.cfg)
+    except TypeError:  # a config of the user's own that is no data: shown as text
+        config = str(entry.cfg)
+    if entry.outcome is not None:
+        about = {**entry.outcome.about(), "versions": versions()}
         return _from_about(key, entry.signature, config, about, about["trials"], entry.origin)
     if stored is not None and cache is not None and stored["config"] == config:
         return _stored_operation(stored, cache, entry.origin, like=config)
@@ -182,33 +162,27 @@ def _from_about(
     """An operation from what is stored with a config; whatever is missing there is left out."""
     candidates = tuple(_candidate(trial) for trial in trials)
     heuristic, sure, found = about.get("heuristic"), about.get("sure"), about.get("versions")
+    found = found if isinstance(found, dict) else {}
+    known: dict[str, Any] = {name: str(about.get(name) or "") for name in TEXTS}
+    known |= {name: _time(about.get(name)) for name in ("seconds", "heuristic_seconds", "took")}
     by_config = {_name(candidate.config): candidate for candidate in candidates}
     best, base = by_config.get(_name(config)), by_config.get(_name(heuristic))
+    others = [c for c in candidates if c is not best and c.verdict == "measured" and c.seconds]
+    second = min(others, key=lambda candidate: candidate.seconds or math.inf, default=None)
     return Operation(
         op_id=str(key[1]),
         call_key=str(key[2]),
         signature=signature,
         config=config,
         heuristic=heuristic,
-        seconds=_time(about.get("seconds")),
-        heuristic_seconds=_time(about.get("heuristic_seconds")),
         gain=_gain(base, best),
-        lead=_lead(best, candidates),
-        measured=str(about.get("measured") or ""),
-        clock=str(about.get("clock") or ""),
+        lead=_gain(second, best),
         sure=sure if isinstance(sure, bool) else None,
-        incomplete=str(about.get("incomplete") or ""),
-        took=_time(about.get("took")),
         origin=origin,
-        when=str(about.get("when") or ""),
-        where=str(about.get("where") or ""),
-        versions=(
-            {str(name): str(value) for name, value in found.items()}
-            if isinstance(found, dict)
-            else {}
-        ),
+        versions={str(name): str(value) for name, value in found.items()},
         notes=tuple(str(note) for note in about.get("notes") or ()),
         candidates=candidates,
+        **known,
     )
 
 
@@ -227,52 +201,22 @@ def _candidate(trial: Mapping[str, Any]) -> Candidate:
 
 
 def _gain(base: Candidate | None, best: Candidate | None) -> Gain | None:
-    """How much the winner gained over the heuristic config; the same config gains nothing."""
+    """How many times faster the second is, if both have what tells it."""
     if base is None or best is None:
         return None
     if base == best:
         return Gain(1.0, 1.0, 1.0)
     if not (base.samples and best.samples and base.seconds and best.seconds):
         return None
-    return _known(gain_of(base.samples, best.samples, base.seconds / best.seconds))
+    gain = gain_of(base.samples, best.samples, base.seconds / best.seconds)
+    return gain if gain.high > 0 else None  # a single sample has no confidence interval
 
 
-def _lead(best: Candidate | None, candidates: Sequence[Candidate]) -> Gain | None:
-    """How far the winner is ahead of the best of the others."""
-    others = [c for c in candidates if c is not best and c.verdict == MEASURED and c.seconds]
-    if best is None or not best.samples or not best.seconds or not others:
-        return None
-    second = min(others, key=lambda candidate: candidate.seconds or math.inf)
-    if not second.samples or not second.seconds:
-        return None
-    return _known(gain_of(second.samples, best.samples, second.seconds / best.seconds))
-
-
-def _known(gain: Gain) -> Gain | None:
-    return gain if gain.high > 0 else None  # a single sample has no limits
-
-
-# --- small things --------------------------------------------------------------------------------
-
-
-def _opened(store: StoreLike) -> PersistentCache | None:
-    if store is None or isinstance(store, PersistentCache):
-        return store
-    return PersistentCache(store)
-
-
-def _title(op_ids: Any) -> str:
-    names = list(dict.fromkeys(op_id.partition("@v")[0] for op_id in op_ids))
+def _title(operations: Sequence[Operation]) -> str:
+    names = list(dict.fromkeys(operation.name for operation in operations))
     if len(names) > 3:
         return f"{', '.join(names[:3])} and {len(names) - 3} more"
     return ", ".join(names) or "Nothing to tune"
-
-
-def _plain(cfg: Any) -> Any:
-    try:
-        return to_plain(cfg)
-    except TypeError:  # a config of the user's own that is no data: shown as text
-        return str(cfg)
 
 
 def _name(config: Any) -> str:

@@ -1,18 +1,19 @@
-"""Figures and findings in words: the same in every format."""
+"""Figures, configs and findings as text: the same in every format, and on the command line."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
-from .record import Gain, Operation, Run
+from .record import BeforeAfter, Gain, Operation, Run, is_time
 
+Value = str | int | float | bool | None
 Level = Literal["sure", "likely", "open", "unknown"]
 
-# Stores and records of before say "not deterministic".
+# Earlier stores and records say "not deterministic".
 REJECTED = ("wrong", "non-deterministic", "not deterministic", "failed", "unsupported")
 
 
@@ -22,7 +23,7 @@ def duration(seconds: float | None) -> str:
     >>> duration(0.00123), duration(3.2e-5), duration(75), duration(None)
     ('1.23 ms', '32.0 µs', '1 min 15 s', '–')
     """
-    if seconds is None:
+    if seconds is None or not is_time(seconds):
         return "–"
     if seconds >= 60:
         minutes, rest = divmod(round(seconds), 60)
@@ -52,20 +53,67 @@ def times(factor: float) -> str:
     return f"{factor:.2f}×" if factor < 9.995 else f"{factor:.0f}×"
 
 
-def limits(gain: Gain, word: str = "to") -> str:
-    """`1.20× to 1.30×`."""
+def speedup(before: float | None, after: float | None) -> str:
+    """`1.25×`, how many times faster the second time is; a dash if one of them is not known."""
+    return times(before / after) if before and after else "–"
+
+
+def interval(gain: Gain, word: str = "to") -> str:
+    """The confidence interval of a speedup: `1.20× to 1.30×`."""
     return f"{times(gain.low)} {word} {times(gain.high)}"
 
 
-def counted(number: int, one: str, many: str | None = None) -> str:
-    """`1 candidate`, `3 candidates`."""
-    return f"{number} {one if number == 1 else many or one + 's'}"
+def counted(number: int, what: str) -> str:
+    """`1 entry`, `2 entries`, `3 candidates`."""
+    if number != 1:
+        what = f"{what[:-1]}ies" if what.endswith("y") else f"{what}s"
+    return f"{number} {what}"
 
 
 def shortened(signature: str) -> str:
     """A signature with repeated arguments counted: `3 × float32[1,1024,8,64], causal=True`."""
     parts = [(part, len(list(run))) for part, run in itertools.groupby(signature.split(", "))]
     return ", ".join(part if count == 1 else f"{count} × {part}" for part, count in parts)
+
+
+def flat(config: Any) -> dict[str, Value]:
+    """A config's fields by their path, without those that are None.
+
+    >>> flat({"fwd": {"block": 64, "warps": None}, "dtype": {"$dtype": "bfloat16"}})
+    {'fwd.block': 64, 'dtype': 'bfloat16'}
+    """
+    return {path: value for path, value in _leaves(config, "") if value is not None}
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Value]]:
+    tagged = {"$dtype", "$float", "$enum", "$set"}
+    if isinstance(value, Mapping) and not tagged.intersection(value):
+        for name, item in value.items():
+            if name != "$type":
+                yield from _leaves(item, f"{path}.{name}" if path else str(name))
+        return
+    if isinstance(value, Mapping):
+        value = str(next(item for name, item in value.items() if name in tagged))
+    elif isinstance(value, (list, tuple)):
+        value = "×".join(str(item) for item in value)
+    elif not isinstance(value, (str, int, float, bool, type(None))):
+        value = str(value)
+    yield path or "config", value
+
+
+def described(config: Any, only: Sequence[str] | None = None) -> str:
+    """A config in one line; `only` these dimensions, if it has any of them.
+
+    >>> described({"fwd": {"q": 64, "k": 32}, "rows": 8}), described({"rows": 8, "b": 1}, ["rows"])
+    ('fwd(q=64 k=32) rows=8', 'rows=8')
+    """
+    fields = flat(config)
+    wanted = {name: value for name, value in fields.items() if only is None or name in only}
+    parts = []
+    for group, names in itertools.groupby(wanted or fields, lambda name: name.rpartition(".")[0]):
+        inside = " ".join(f"{name.rpartition('.')[2]}={fields[name]}" for name in names)
+        parts.append(f"{group}({inside})" if group else inside)
+    return " ".join(parts) or "default"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +138,7 @@ def how_sure(operation: Operation) -> Finding:
             f"The run ended early ({operation.incomplete}); the best so far is used, and the next "
             "run goes on where this one stopped.",
         )
-    if operation.kept:
+    if operation.heuristic_stays:
         words = (
             "No other config was faster by more than the noise, so the heuristic one stays."
             if len(measured) > 1
@@ -125,14 +173,12 @@ class Headline:
     title: str
     sentence: str
     finding: Finding
-    before: float | None = None
-    after: float | None = None
 
 
 def headline(run: Run) -> Headline:
     """The one thing to know about a run: the whole model if it was run, else all operations."""
     if run.model is not None:
-        return _of_model(run)
+        return _of_model(run.model)
     both = [
         (operation.heuristic_seconds, operation.seconds)
         for operation in run.operations
@@ -149,42 +195,38 @@ def headline(run: Run) -> Headline:
         f"One call of each took {duration(before)} before tuning and takes {duration(after)} now"
         f"{_percent_less(before, after)}. The whole model was not run.",
         _together([how_sure(operation) for operation in run.operations]),
-        before,
-        after,
     )
 
 
-def _of_model(run: Run) -> Headline:
-    model = run.model
-    assert model is not None
+def _of_model(model: BeforeAfter) -> Headline:
     before, after = statistics.median(model.before), statistics.median(model.after)
     gain = model.gain
     known = gain.high > 0
-    if known and not gain.is_real:
+    title = _faster_title(gain.times, model.what)
+    if not known:
+        finding = Finding(
+            "unknown", "one run only", "It was run once, so nothing is known of the noise."
+        )
+    elif gain.is_real:
+        finding = Finding(
+            "sure",
+            "sure",
+            f"The speedup lies between {interval(gain, 'and')}, by {len(model.before)} runs of "
+            "each interleaved.",
+        )
+    else:
         finding = Finding(
             "open",
             "no difference",
-            f"The change lies between {limits(gain, 'and')}: within the noise of this machine.",
+            f"The change lies between {interval(gain, 'and')}: within the noise of this machine.",
         )
         title = f"{_capital(model.what)} is as fast as before, as far as can be measured"
-    else:
-        finding = Finding(
-            "sure" if known else "unknown",
-            "sure" if known else "one run only",
-            f"The speed-up lies between {limits(gain, 'and')}, by {len(model.before)} runs of each "
-            "interleaved."
-            if known
-            else "It was run once, so nothing is known of the noise.",
-        )
-        title = _faster_title(gain.times, model.what)
     return Headline(
         times(gain.times) if gain.is_real or not known else "≈ 1×",
         title,
         f"One run took {duration(before)} before tuning and takes {duration(after)} now"
         f"{_percent_less(before, after) if gain.is_real else ''}.",
         finding,
-        before,
-        after,
     )
 
 
@@ -201,19 +243,16 @@ def time_spent(run: Run) -> tuple[float | None, bool]:
 
 
 def _faster_title(factor: float, what: str, plural: bool = False) -> str:
-    verb = "are" if plural else "is"
-    if abs(factor - 1) < 0.005:
-        return f"{_capital(what)} {verb} as fast as before"
-    if factor < 1:
-        return f"{_capital(what)} {verb} slower than before"
-    return f"{_capital(what)} {verb} {times(factor)} as fast as before"
+    same = abs(factor - 1) < 0.005
+    change = (
+        "as fast as" if same else "slower than" if factor < 1 else f"{times(factor)} as fast as"
+    )
+    return f"{_capital(what)} {'are' if plural else 'is'} {change} before"
 
 
 def _percent_less(before: float, after: float) -> str:
     percent = round(100 * (1 - after / before))
-    if abs(percent) < 1:
-        return ""
-    return f", {abs(percent)} % {'less' if percent > 0 else 'more'} time"
+    return f", {abs(percent)} % {'less' if percent > 0 else 'more'} time" if percent else ""
 
 
 def _together(findings: Sequence[Finding]) -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 from ..markup import escaped_markdown as escaped
@@ -9,16 +10,18 @@ from ..markup import markdown_table as table
 from .formatting import (
     REJECTED,
     counted,
+    described,
     duration,
     headline,
     how_sure,
-    limits,
+    interval,
     shortened,
+    speedup,
     time_spent,
     times,
 )
-from .record import Candidate, Operation, Run
-from .space import described, dimensions
+from .record import BeforeAfter, Candidate, Operation, Run
+from .space import dimensions
 
 SHOWN = 15  # candidates of one operation; the whole list is in the other formats
 
@@ -40,7 +43,7 @@ def page(run: Run) -> str:
         took += " Everything was measured in earlier runs and comes from the store."
     lines += [f"Device: {escaped(run.device)}.{took}", ""]
     if run.model is not None:
-        lines += _model(run)
+        lines += _model(run.model)
     if run.operations:
         lines += ["## Operations", "", *_overview(run.operations), ""]
     for operation in run.operations:
@@ -58,14 +61,11 @@ def page(run: Run) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _model(run: Run) -> list[str]:
-    model = run.model
-    assert model is not None
+def _model(model: BeforeAfter) -> list[str]:
     rows = [
-        (name, duration(min(samples)), duration(sorted(samples)[len(samples) // 2]),
-         duration(max(samples)))
+        (name, *(duration(figure(samples)) for figure in (min, statistics.median_high, max)))
         for name, samples in (("before", model.before), ("after", model.after))
-    ]  # fmt: skip
+    ]
     lines = ["## The whole model", "", escaped(model.what), ""]
     lines += table(("", "fastest", "median", "slowest"), rows, right=(1, 2, 3))
     if model.difference is not None:
@@ -74,23 +74,20 @@ def _model(run: Run) -> list[str]:
 
 
 def _overview(operations: Sequence[Operation]) -> list[str]:
-    rows = []
-    for operation in operations:
-        gain = operation.gain
-        known = gain is not None and not operation.kept
-        rows.append(
-            (
-                escaped(operation.op_id),
-                escaped(shortened(operation.signature) or operation.call_key),
-                duration(operation.heuristic_seconds),
-                duration(operation.seconds),
-                times(gain.times) if gain is not None else "–",
-                limits(gain) if gain is not None and known else "–",
-                how_sure(operation).word,
-                escaped(described(operation.config)),
-            )
+    rows = [
+        (
+            escaped(operation.op_id),
+            escaped(shortened(operation.signature) or operation.call_key),
+            duration(operation.heuristic_seconds),
+            duration(operation.seconds),
+            times(gain.times) if (gain := operation.gain) else "–",
+            interval(gain) if gain and not operation.heuristic_stays else "–",
+            how_sure(operation).word,
+            escaped(described(operation.config)),
         )
-    header = ("operation", "call", "before", "after", "gain", "between", "how sure", "config")
+        for operation in operations
+    ]
+    header = ("operation", "call", "before", "after", "speedup", "between", "how sure", "config")
     return table(header, rows, right=(2, 3, 4))
 
 
@@ -103,7 +100,7 @@ def _operation(operation: Operation) -> list[str]:
     lines = [f"### {escaped(operation.op_id)}({escaped(shortened(operation.signature))})", ""]
     lines += [escaped(how_sure(operation).sentence), ""]
     rows = [_row(operation, candidate, names) for candidate in measured[:SHOWN]]
-    lines += table(("config", "time", "ratio", "fastest to slowest", ""), rows, right=(1, 2, 3))
+    lines += table(("config", "time", "speedup", "fastest to slowest", ""), rows, right=(1, 2, 3))
     if len(measured) > SHOWN:
         lines += ["", f"… and {len(measured) - SHOWN} more that were measured."]
     if rejected:
@@ -117,21 +114,12 @@ def _operation(operation: Operation) -> list[str]:
 
 
 def _row(operation: Operation, candidate: Candidate, names: Sequence[str]) -> tuple[str, ...]:
-    marks = []
-    if candidate.config == operation.config:
-        marks.append("chosen")
-    if candidate.config == operation.heuristic:
-        marks.append("heuristic")
-    spread = "–"
-    if candidate.samples:
-        spread = f"{duration(min(candidate.samples))} to {duration(max(candidate.samples))}"
-    ratio = "–"
-    if operation.seconds and candidate.seconds:
-        ratio = f"{candidate.seconds / operation.seconds:.2f}"
+    marks = (("chosen", operation.config), ("heuristic", operation.heuristic))
+    samples = candidate.samples
     return (
         escaped(described(candidate.config, names)),
         duration(candidate.seconds),
-        ratio,
-        spread,
-        ", ".join(marks),
+        speedup(operation.heuristic_seconds, candidate.seconds),
+        f"{duration(min(samples))} to {duration(max(samples))}" if samples else "–",
+        ", ".join(mark for mark, config in marks if candidate.config == config),
     )

@@ -4,41 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..markup import Markup, joined, tag
-from .formatting import REJECTED, counted, duration, rounded, shortened, times
+from ..markup import Markup, tag
+from .formatting import REJECTED, counted, described, duration, how_sure, rounded, shortened
 from .plots import axis_line, candidate_rows, heat_map, time_axis
 from .record import Candidate, Operation
-from .space import described, dimensions, maps
+from .space import dimensions, maps
+from .widgets import chip, factor
 
 FOLDED_FROM = 24  # rows that are shown before "show all"
 MOST_ROWS = 400  # of one kind, in a page that still opens at once
 LONG_REASON = 140
 
+LEGEND = tag(
+    "p",
+    tag("span", class_="key mark"),
+    "time per call ",
+    tag("span", class_="key box"),
+    "middle half of the samples ",
+    tag("span", class_="key whisker"),
+    "fastest to slowest",
+    class_="legend soft",
+    aria_hidden="true",
+)
 
-def operation_card(operation: Operation, name: str, chip: Markup, is_open: bool) -> Markup:
+
+def operation_card(operation: Operation, name: str, is_open: bool) -> Markup:
     """Everything about one operation; `name` is what links call it."""
-    gain = operation.gain
-    faster = gain is not None and gain.low > 1
-    summary = tag(
-        "summary",
-        tag(
-            "span",
-            tag("b", operation.name),
-            tag("small", shortened(operation.signature)),
-            class_="operation-name",
-        ),
-        tag(
-            "span",
-            chip,
-            tag("b", times(gain.times), class_="up" if faster else None) if gain else None,
-            class_="operation-gain",
-        ),
+    call = tag("small", shortened(operation.signature))
+    gain = factor(operation.gain) if operation.gain else None
+    known = (
+        ("chosen", tag("code", described(operation.config))),
+        ("time per call", duration(operation.seconds)),
+        ("heuristic", tag("code", described(operation.heuristic)) if operation.heuristic else "–"),
+        ("its time", duration(operation.heuristic_seconds)),
+    )
+    unknown = (
+        "The candidates of this operation are not in the record: it was tuned in an earlier run. "
+        "`Run.of(result, store=…)` reads them from the store."
     )
     return tag(
         "details",
-        summary,
-        _facts(operation),
-        _plot(operation, name) if operation.candidates else _nothing(operation),
+        tag(
+            "summary",
+            tag("span", tag("b", operation.name), call, class_="operation-name"),
+            tag("span", chip(how_sure(operation)), gain, class_="operation-gain"),
+        ),
+        tag(
+            "dl",
+            *(tag("div", tag("dt", title), tag("dd", value)) for title, value in known),
+            class_="brief",
+        ),
+        _plot(operation, name) if operation.candidates else tag("p", unknown, class_="soft"),
         _space(operation, name),
         class_="card operation",
         id=name,
@@ -46,114 +62,66 @@ def operation_card(operation: Operation, name: str, chip: Markup, is_open: bool)
     )
 
 
-def _facts(operation: Operation) -> Markup:
-    facts = [
-        ("chosen", tag("code", described(operation.config))),
-        ("time per call", duration(operation.seconds)),
-        ("heuristic", tag("code", described(operation.heuristic)) if operation.heuristic else "–"),
-        ("its time", duration(operation.heuristic_seconds)),
-    ]
-    return tag(
-        "dl",
-        *(joined([tag("div", tag("dt", name), tag("dd", value))]) for name, value in facts),
-        class_="brief",
-    )
-
-
-def _nothing(operation: Operation) -> Markup:
-    return tag(
-        "p",
-        "The candidates of this operation are not in the record: it was tuned in an earlier run. "
-        "`Run.of(result, store=…)` reads them from the store.",
-        class_="soft",
-    )
-
-
 def _plot(operation: Operation, name: str) -> Markup:
-    measured = operation.with_verdict("measured")
-    rejected = operation.with_verdict(*REJECTED)
-    duplicates = operation.with_verdict("duplicate")
-    known = {*REJECTED, "measured", "duplicate"}
-    rest = tuple(c for c in operation.candidates if c.verdict not in known)
+    groups = {
+        "measured": operation.with_verdict("measured"),
+        "rejected": operation.with_verdict(*REJECTED),
+        "duplicate": operation.with_verdict("duplicate"),
+    }
+    measured = groups["measured"]
     axis = time_axis(measured)
-    ticks = axis.ticks()
     rows = candidate_rows(operation, measured[:MOST_ROWS], axis)
-    rows += _refused_rows(operation, rejected[:MOST_ROWS], "rejected")
-    rows += _refused_rows(operation, duplicates[:MOST_ROWS], "duplicate")
-    groups = (
-        ("measured", len(measured), "measured"),
-        ("rejected", len(rejected), "rejected"),
-        ("duplicate", len(duplicates), "same program as another"),
-    )
+    for kind in ("rejected", "duplicate"):
+        rows += _refused_rows(operation, groups[kind][:MOST_ROWS], kind)
     filters = [
         tag(
             "button",
-            f"{title} ",
-            tag("b", number),
+            "same program as another " if kind == "duplicate" else f"{kind} ",
+            tag("b", len(group)),
             type="button",
             data_filter=kind,
             aria_pressed="true",
         )
-        for kind, number, title in groups
-        if number
+        for kind, group in groups.items()
+        if group
     ]
     folds = len(measured) > FOLDED_FROM
     more = tag("button", f"Show all {len(measured)} measured", type="button", class_="show-all")
-    remarks = []
-    if rest:
-        remarks.append(
-            f"{counted(len(rest), 'candidate')} not tried: {rest[0].reason or rest[0].verdict}."
-        )
+    rest = [c for c in operation.candidates if c.verdict not in (*groups, *REJECTED)]
+    remarks = [
+        f"{counted(len(rest), 'candidate')} not tried: {first.reason or first.verdict}."
+        for first in rest[:1]
+    ]
     remarks += [
-        f"Of {len(group)} {title}, the first {MOST_ROWS} are listed."
-        for group, title in ((measured, "measured"), (rejected, "rejected"), (duplicates, "equal"))
+        f"Of {len(group)} {kind}, the first {MOST_ROWS} are listed."
+        for kind, group in groups.items()
         if len(group) > MOST_ROWS
     ]
     return tag(
         "div",
         tag("div", *filters, class_="filters", role="group", aria_label="Which candidates to show"),
-        axis_line(axis, [(tick, rounded(tick)) for tick in ticks], "time per call"),
+        axis_line(axis, [(tick, rounded(tick)) for tick in axis.ticks()], "time per call"),
         tag("ul", *rows, class_="rows", aria_label=f"Candidates of {operation.name}"),
         more if folds else None,
         *(tag("p", remark, class_="soft") for remark in remarks),
-        _legend(),
+        LEGEND,
         class_=f"plot candidates{' folded' if folds else ''}",
         id=f"{name}-plot",
     )
 
 
-def _legend() -> Markup:
-    return tag(
-        "p",
-        tag("span", class_="key mark"),
-        "time per call ",
-        tag("span", class_="key box"),
-        "middle half of the samples ",
-        tag("span", class_="key whisker"),
-        "fastest to slowest",
-        class_="legend soft",
-        aria_hidden="true",
-    )
-
-
 def _refused_rows(operation: Operation, candidates: Sequence[Candidate], kind: str) -> list[Markup]:
-    names = dimensions(operation)
-    rows = []
+    names, rows = dimensions(operation), []
+    colour = f"chip {'bad' if kind == 'rejected' else 'plain'}"
     for candidate in candidates:
         reason = candidate.reason or candidate.verdict
         first = " ".join(reason.split())
-        chip = tag(
-            "span", candidate.verdict, class_=f"chip {'bad' if kind == 'rejected' else 'plain'}"
-        )
+        label = tag("span", candidate.verdict, class_=colour)
         if len(first) > LONG_REASON or "\n" in reason:
-            why = tag(
-                "details",
-                tag("summary", chip, " ", f"{first[:LONG_REASON]}…"),
-                tag("pre", reason),
-                class_="why",
-            )
+            head = tag("summary", label, " ", f"{first[:LONG_REASON]}…")
+            why = tag("details", head, tag("pre", reason), class_="why")
         else:
-            why = tag("span", chip, " ", first, class_="why")
+            why = tag("span", label, " ", first, class_="why")
         rows.append(
             tag(
                 "li",
@@ -171,24 +139,13 @@ def _space(operation: Operation, name: str) -> Markup | None:
     drawn = maps(operation)
     if not drawn:
         return None
-    choices = [
-        tag("option", f"{one.down} by {one.across}", value=str(i)) for i, one in enumerate(drawn)
-    ]
-    chooser = tag(
-        "label",
-        "Dimensions ",
-        tag("select", *choices, data_maps=f"{name}-maps"),
-        class_="chooser",
-    )
-    tables = [tag("div", heat_map(operation, one), data_map=str(i)) for i, one in enumerate(drawn)]
+    choices = [tag("option", f"{m.down} by {m.across}", value=i) for i, m in enumerate(drawn)]
+    select = tag("select", *choices, data_maps=f"{name}-maps")
+    chooser = tag("label", "Dimensions ", select, class_="chooser") if len(drawn) > 1 else None
+    tables = [tag("div", heat_map(operation, m), data_map=i) for i, m in enumerate(drawn)]
     return tag(
         "div",
-        tag(
-            "div",
-            tag("h3", "The search space"),
-            chooser if len(drawn) > 1 else None,
-            class_="space-head",
-        ),
+        tag("div", tag("h3", "The search space"), chooser, class_="space-head"),
         tag("div", *tables, id=f"{name}-maps", class_="maps"),
         tag(
             "p",

@@ -1,4 +1,4 @@
-"""Records as JSON and back, every type checked on the way in."""
+"""Records and answers as JSON; records back from it, every type checked on the way in."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import math
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from ..store.reading import parse_json, shown
@@ -23,23 +24,23 @@ class NotARun(ValueError):
 
 def as_text(record: Any, schema: int) -> str:
     """A record as JSON text. Numbers that JSON has no word for become null."""
-    return json.dumps({MARK: schema, **_plain(record)}, indent=1, allow_nan=False)
+    return json.dumps({MARK: schema, **plain(record)}, indent=1, allow_nan=False)
 
 
 def from_text(kind: type[T], text: str | bytes, schema: int, where: str) -> T:
     """Rebuild a record from its text, or say in one sentence why that cannot be."""
     try:
-        plain = parse_json(text)
+        parsed = parse_json(text)
     except ValueError as error:
         raise NotARun(
             f"{where} is not the record of a tuning run, or was cut off: {error}"
         ) from error
-    if not isinstance(plain, dict) or MARK not in plain:
+    if not isinstance(parsed, dict) or MARK not in parsed:
         raise NotARun(
             f"{where} is not the record of a tuning run: it has no {MARK!r}. "
             "`ejkernel.report.Run.save` writes such files"
         )
-    found = plain[MARK]
+    found = parsed[MARK]
     if type(found) is not int or found < 1:
         raise NotARun(f"{where} is damaged: its schema is {shown(found)}")
     if found > schema:
@@ -48,21 +49,22 @@ def from_text(kind: type[T], text: str | bytes, schema: int, where: str) -> T:
             f"{schema}); update ejkernel to read it"
         )
     try:
-        return typing.cast(T, _read(plain, kind, ""))
+        return typing.cast(T, _read(parsed, kind, ""))
     except (TypeError, ValueError, OverflowError) as error:
         raise NotARun(f"{where} is damaged: {error}") from error
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value as JSON has it: numbers that it has no word for become null, other things text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {str(name): _plain(item) for name, item in value.items()}
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return value
+    return value if isinstance(value, (str, int, float, type(None))) else str(value)
 
 
 def _read(value: Any, hint: Any, path: str) -> Any:
@@ -90,13 +92,13 @@ def _read(value: Any, hint: Any, path: str) -> Any:
 
 
 def _read_record(value: Any, kind: type, path: str) -> Any:
-    plain = _checked(value, dict, path)
+    given = _checked(value, dict, path)
     hints = typing.get_type_hints(kind)
     fields = {}
     for field in dataclasses.fields(kind):
         inside = f"{path}.{field.name}" if path else field.name
-        if field.name in plain:
-            fields[field.name] = _read(plain[field.name], hints[field.name], inside)
+        if field.name in given:
+            fields[field.name] = _read(given[field.name], hints[field.name], inside)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ValueError(f"{inside} is missing")
     return kind(**fields)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 from ..markup import Markup, joined, tag
 from .axis import Axis
-from .formatting import duration, limits, rounded, times
+from .formatting import described, duration, interval, rounded, speedup, times
 from .record import BeforeAfter, Candidate, Gain, Operation
-from .space import Map, Value, described, dimensions
+from .space import Cell, Map, dimensions
 
 HEIGHT = 28
 MOST_DOTS = 40
@@ -102,50 +103,72 @@ def candidate_rows(
     for i, candidate in enumerate(candidates):
         best = candidate.config == operation.config
         heuristic = candidate.config == operation.heuristic
-        chips = [
+        what = (
+            tag("code", described(candidate.config, names)),
             tag("span", "chosen", class_="chip good") if best else None,
             tag("span", "heuristic", class_="chip warm") if heuristic else None,
-        ]
-        kind = " best" if best else " heuristic" if heuristic else ""
+        )
         rows.append(
-            tag(
-                "li",
-                tag("span", tag("code", described(candidate.config, names)), *chips, class_="what"),
+            _row(
+                what,
                 strip(axis, ticks, spread(axis, candidate.samples, candidate.seconds)),
-                tag("span", duration(candidate.seconds), class_="time"),
-                tag("span", _ratio(operation, candidate), class_="ratio"),
-                class_=f"row measured{kind}",
-                data_tip=_tip(operation, candidate),
-                tabindex="0" if i == 0 else "-1",
+                (duration(candidate.seconds), _speedup(operation, candidate)),
+                f"measured{' best' if best else ' heuristic' if heuristic else ''}",
+                _tip(operation, candidate),
+                first=i == 0,
             )
         )
     return rows
 
 
-def _ratio(operation: Operation, candidate: Candidate) -> str:
-    if not operation.seconds or not candidate.seconds:
-        return ""
-    return times(candidate.seconds / operation.seconds)
+def _row(
+    what: Sequence[Any],
+    drawing: Markup,
+    figures: tuple[str, str | None],
+    kind: str,
+    tip: str,
+    *,
+    first: bool,
+) -> Markup:
+    """A row of a plot; `first` is the one that the keyboard reaches."""
+    figure, more = figures
+    return tag(
+        "li",
+        tag("span", *what, class_="what"),
+        drawing,
+        tag("span", figure, class_="time"),
+        None if more is None else tag("span", more, class_="ratio"),
+        class_=f"row {kind}",
+        data_tip=tip,
+        tabindex="0" if first else "-1",
+    )
+
+
+def _speedup(operation: Operation, candidate: Candidate) -> str:
+    """How many times faster a candidate is than the heuristic config, if both have a time."""
+    known = operation.heuristic_seconds and candidate.seconds
+    return speedup(operation.heuristic_seconds, candidate.seconds) if known else ""
 
 
 def _tip(operation: Operation, candidate: Candidate) -> str:
     lines = [described(candidate.config)]
     if candidate.seconds is not None:
-        ratio = f", {_ratio(operation, candidate)} the time of the chosen one"
-        lines.append(f"{duration(candidate.seconds)} per call{ratio if operation.seconds else ''}")
+        factor = _speedup(operation, candidate)
+        versus = f", {factor} as fast as the heuristic config" if factor else ""
+        lines.append(f"{duration(candidate.seconds)} per call{versus}")
     if candidate.samples:
-        low, high = min(candidate.samples), max(candidate.samples)
-        lines.append(
-            f"{len(candidate.samples)} samples from {duration(low)} to {duration(high)}, median "
-            f"{duration(statistics.median(candidate.samples))}"
-        )
+        lines.append(f"{len(candidate.samples)} samples {_range(candidate.samples)}")
     if candidate.config == operation.config:
         lines.append("chosen")
     if candidate.config == operation.heuristic:
         lines.append("the heuristic config")
-    if candidate.reason:
-        lines.append(candidate.reason)
-    return "\n".join(lines)
+    return "\n".join([*lines, *filter(None, [candidate.reason])])
+
+
+def _range(samples: Sequence[float]) -> str:
+    middle = statistics.median(samples)
+    low, high = duration(min(samples)), duration(max(samples))
+    return f"from {low} to {high}, median {duration(middle)}"
 
 
 # --- gains ---------------------------------------------------------------------------------------
@@ -159,39 +182,28 @@ def gain_axis(gains: Sequence[Gain]) -> Axis:
 
 def gain_ticks(axis: Axis) -> list[float]:
     """Its marks; 1, "as before", is always one of them."""
-    found = [tick for tick in axis.ticks() if abs(axis.at(tick) - axis.at(1.0)) > 9]
-    return sorted([*found, 1.0])
+    distant = [tick for tick in axis.ticks() if abs(axis.at(tick) - axis.at(1.0)) > 9]
+    return sorted([*distant, 1.0])
 
 
 def gain_row(
     name: str, gain: Gain | None, axis: Axis, chip: Markup, tip: str, first: bool
 ) -> Markup:
-    """A factor with the limits between which it surely lies."""
-    middle = HEIGHT / 2
-    marks = [
-        tag("line", class_="one", x1=percent(axis.at(1)), x2=percent(axis.at(1)), y1=0, y2=HEIGHT)
-    ]
+    """A speedup with its confidence interval."""
+    middle, one = HEIGHT / 2, percent(axis.at(1))
+    marks = [tag("line", class_="one", x1=one, x2=one, y1=0, y2=HEIGHT)]
+    figures, kind = ("–", ""), "gain"
     if gain is not None:
-        if gain.high > gain.low:
+        has_interval = gain.high > gain.low
+        if has_interval:
             low, high = axis.at(gain.low), axis.at(gain.high)
             marks.append(_bar("range", low, high, 0.5, middle, 8, 4))
-        marks.append(
-            tag("circle", class_="mark", cx=percent(axis.at(gain.times)), cy=middle, r=5.5)
-        )
-    return tag(
-        "li",
-        tag("span", tag("b", name), chip, class_="what"),
-        strip(axis, gain_ticks(axis), *marks),
-        tag("span", times(gain.times) if gain is not None else "–", class_="time"),
-        tag(
-            "span",
-            limits(gain) if gain is not None and gain.high > gain.low else "",
-            class_="ratio",
-        ),
-        class_=f"row gain{' real' if gain is not None and gain.low > 1 else ''}",
-        data_tip=tip,
-        tabindex="0" if first else "-1",
-    )
+        at = percent(axis.at(gain.times))
+        marks.append(tag("circle", class_="mark", cx=at, cy=middle, r=5.5))
+        figures = (times(gain.times), interval(gain) if has_interval else "")
+        kind = "gain real" if gain.low > 1 else "gain"
+    drawing = strip(axis, gain_ticks(axis), *marks)
+    return _row((tag("b", name), chip), drawing, figures, kind, tip, first=first)
 
 
 # --- before and after ----------------------------------------------------------------------------
@@ -201,25 +213,17 @@ def before_after_rows(model: BeforeAfter) -> Markup:
     """Every run of the whole function before and after."""
     axis = Axis.over([*model.before, *model.after])
     ticks = axis.ticks()
-    rows = []
-    for i, (name, samples, kind) in enumerate(
-        (("before", model.before, "heuristic"), ("after", model.after, "best"))
+    rows: list[Markup] = []
+    for name, samples, kind in (
+        ("before", model.before, "heuristic"),
+        ("after", model.after, "best"),
     ):
         middle = statistics.median(samples)
-        tip = (
-            f"{name} tuning: {len(samples)} runs from {duration(min(samples))} to "
-            f"{duration(max(samples))}, median {duration(middle)}"
-        )
+        drawing = strip(axis, ticks, spread(axis, samples, middle))
+        tip = f"{name} tuning: {len(samples)} runs {_range(samples)}"
+        figures = (duration(middle), None)
         rows.append(
-            tag(
-                "li",
-                tag("span", tag("b", name), class_="what"),
-                strip(axis, ticks, spread(axis, samples, middle)),
-                tag("span", duration(middle), class_="time"),
-                class_=f"row measured {kind}",
-                data_tip=tip,
-                tabindex="0" if i == 0 else "-1",
-            )
+            _row([tag("b", name)], drawing, figures, f"measured {kind}", tip, first=not rows)
         )
     return tag(
         "div",
@@ -234,22 +238,14 @@ def before_after_rows(model: BeforeAfter) -> Markup:
 
 def heat_map(operation: Operation, drawn: Map) -> Markup:
     """A table whose cells are coloured by how close they are to the best time."""
-    head = tag(
-        "tr",
-        tag(
-            "th",
-            tag("span", f"{drawn.down} ↓"),
-            " ",
-            tag("span", f"{drawn.across} →"),
-            class_="corner",
-        ),
-        *(tag("th", str(value), scope="col") for value in drawn.columns),
-    )
+    names = (tag("span", f"{drawn.down} ↓"), " ", tag("span", f"{drawn.across} →"))
+    columns = (tag("th", value, scope="col") for value in map(str, drawn.columns))
+    head = tag("tr", tag("th", *names, class_="corner"), *columns)
     rows = [
         tag(
             "tr",
             tag("th", str(row), scope="row"),
-            *(_cell(operation, drawn, row, column) for column in drawn.columns),
+            *(_cell(operation, drawn.cells.get((row, column))) for column in drawn.columns),
         )
         for row in drawn.rows
     ]
@@ -265,37 +261,29 @@ def heat_map(operation: Operation, drawn: Map) -> Markup:
     )
 
 
-def _cell(operation: Operation, drawn: Map, row: Value, column: Value) -> Markup:
-    found = drawn.cells.get((row, column))
-    if found is None:
+def _cell(operation: Operation, cell: Cell | None) -> Markup:
+    if cell is None:
         return tag("td", tag("span", "·", aria_label="no such candidate"), class_="none")
-    candidate = found.candidate
+    candidate = cell.candidate
     tip = _tip(operation, candidate)
-    if found.count > 1:
-        tip += f"\nthe best of {found.count} candidates here"
+    if cell.count > 1:
+        tip += f"\nthe best of {cell.count} candidates here"
     if candidate.seconds is None:
-        return tag(
-            "td",
-            tag("span", _short_verdict(candidate)),
-            class_="refused",
-            data_tip=f"{candidate.verdict}\n{tip}",
-        )
+        verdict = candidate.verdict
+        short = verdict if verdict == "not tried" else f"✕ {verdict}"
+        return tag("td", tag("span", short), class_="refused", data_tip=f"{verdict}\n{tip}")
     fastest = operation.seconds or candidate.seconds
     ratio = candidate.seconds / fastest if fastest else 1.0  # both too quick for the clock
     slower = math.log(max(ratio, 1.0)) / math.log(SLOWEST_SHADE)
     heat = round(100 * max(0.0, 1 - slower) ** 2)
-    kind = "best" if candidate.config == operation.config else None
+    kinds = {"best": candidate.config == operation.config, "hot": heat > 78}
     return tag(
         "td",
         tag("span", duration(candidate.seconds)),
-        class_=" ".join(filter(None, (kind, "hot" if heat > 78 else None))) or None,
+        class_=" ".join(kind for kind, holds in kinds.items() if holds) or None,
         style=f"--heat:{heat}%",
         data_tip=tip,
     )
-
-
-def _short_verdict(candidate: Candidate) -> str:
-    return "not tried" if candidate.verdict == "not tried" else f"✕ {candidate.verdict}"
 
 
 def _bar(

@@ -29,19 +29,22 @@ def is_time(seconds: float) -> bool:
     return seconds == 0 or 1e-15 <= seconds <= 1e12
 
 
-def _check_times(record: object, **times: float | Sequence[float] | None) -> None:
-    for name, value in times.items():
-        for seconds in value if isinstance(value, Sequence) else (value,):
-            # A number that JSON lacks is none, and is written as that.
-            if seconds is not None and math.isfinite(seconds) and not is_time(seconds):
-                raise ValueError(
-                    f"{type(record).__name__}: {name} has {seconds!r}, which is no time in seconds"
-                )
+class _Timed:
+    """A record whose times are checked when it is made."""
+
+    def __post_init__(self) -> None:
+        for name in ("seconds", "heuristic_seconds", "took", "samples", "before", "after"):
+            value = getattr(self, name, None)
+            for seconds in value if isinstance(value, Sequence) else (value,):
+                # A number that JSON lacks is none, and is written as that.
+                if seconds is not None and math.isfinite(seconds) and not is_time(seconds):
+                    kind = type(self).__name__
+                    raise ValueError(f"{kind}: {name} has {seconds!r}, which is no time in seconds")
 
 
 @dataclasses.dataclass(frozen=True)
 class Gain:
-    """How many times faster one thing is than another, and between which limits that surely lies.
+    """A speedup, how many times faster one thing is than another, with its confidence interval.
 
     >>> Gain(1.25, 1.2, 1.3).is_real, Gain(1.02, 0.97, 1.08).is_real
     (True, False)
@@ -58,12 +61,12 @@ class Gain:
 
     @property
     def is_real(self) -> bool:
-        """True if "no difference" lies outside the limits."""
+        """True if "no difference" lies outside the confidence interval."""
         return self.low > 1.0 or self.high < 1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Candidate:
+class Candidate(_Timed):
     """One config that was considered.
 
     Attributes:
@@ -80,12 +83,9 @@ class Candidate:
     samples: tuple[float, ...] = ()
     reason: str = ""
 
-    def __post_init__(self) -> None:
-        _check_times(self, seconds=self.seconds, samples=self.samples)
-
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
+class Operation(_Timed):
     """One tuned call of one operation.
 
     Attributes:
@@ -132,11 +132,6 @@ class Operation:
     notes: tuple[str, ...] = ()
     candidates: tuple[Candidate, ...] = ()
 
-    def __post_init__(self) -> None:
-        _check_times(
-            self, seconds=self.seconds, heuristic_seconds=self.heuristic_seconds, took=self.took
-        )
-
     @property
     def name(self) -> str:
         """The operation without its version."""
@@ -148,7 +143,7 @@ class Operation:
         return bool(self.when)
 
     @property
-    def kept(self) -> bool:
+    def heuristic_stays(self) -> bool:
         """True if the heuristic config won: nothing beat it by more than the noise."""
         return self.heuristic is not None and self.heuristic == self.config
 
@@ -157,21 +152,21 @@ class Operation:
         return next((c for c in self.candidates if c.config == config), None)
 
     def with_verdict(self, *verdicts: str) -> tuple[Candidate, ...]:
-        """The candidates that met one of these fates, the fastest first."""
+        """The candidates with one of these verdicts, the fastest first."""
         found = [c for c in self.candidates if c.verdict in verdicts]
         return tuple(sorted(found, key=lambda c: float("inf") if c.seconds is None else c.seconds))
 
 
 @dataclasses.dataclass(frozen=True)
 class NotTuned:
-    """An operation that was found and not tuned, and why."""
+    """An operation that could not be tuned, and why."""
 
     label: str
     reason: str
 
 
 @dataclasses.dataclass(frozen=True)
-class BeforeAfter:
+class BeforeAfter(_Timed):
     """The whole function with the heuristic configs and with the tuned ones, interleaved.
 
     Attributes:
@@ -193,11 +188,11 @@ class BeforeAfter:
     def __post_init__(self) -> None:
         if not self.before or not self.after:
             raise ValueError("BeforeAfter: before and after need a run each")
-        _check_times(self, before=self.before, after=self.after)
+        super().__post_init__()
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class Run(_Timed):
     """A tuning run: what was tuned, how fast it became, how sure that is, and where it was done.
 
     Attributes:
@@ -206,9 +201,9 @@ class Run:
       created: when this record was made, UTC.
       seconds: how long the tuning took.
       operations: what was tuned.
-      not_tuned: what was found and could not be tuned.
+      not_tuned: what could not be tuned.
       model: the whole function before and after, if it was run.
-      store: where the configs are kept.
+      store: where the configs are stored.
       command: what was typed.
       environment: versions, host and so on, in the order in which they are shown.
       notes: remarks.
@@ -225,9 +220,6 @@ class Run:
     command: str = ""
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        _check_times(self, seconds=self.seconds)
 
     @classmethod
     def of(
@@ -247,11 +239,10 @@ class Run:
         Operations that were tuned in an earlier run have their candidates in the store: give
         `store=`, and they are in the record too. `environment` is shown with the usual facts.
         """
-        from .collect import run_of_result
+        from .collect import fields_of_result
 
-        return run_of_result(
-            cls, result, title, seconds, store, model, command, environment or {}, notes
-        )
+        fields = fields_of_result(result, store, title, environment or {})
+        return cls(**fields, seconds=seconds, model=model, command=command, notes=notes)
 
     @classmethod
     def of_store(
@@ -263,9 +254,9 @@ class Run:
         limit: int = 200,
     ) -> Run:
         """The record of all that a store holds for a device (default: this one)."""
-        from .collect import run_of_store
+        from .collect import fields_of_store
 
-        return run_of_store(cls, store, device, title, limit)
+        return cls(**fields_of_store(store, device, title, limit))
 
     def save(self, path: str | os.PathLike[str]) -> pathlib.Path:
         """Write it as a JSON file, whole or not at all; `load` reads it."""
@@ -283,11 +274,9 @@ class Run:
         try:
             data = read_regular(path)
         except OSError as error:
-            raise NotARun(f"{os.fspath(path)} cannot be read: {error.strerror or error}") from error
+            raise NotARun(f"{path} cannot be read: {error.strerror or error}") from error
         except ValueError as error:
-            raise NotARun(
-                f"{os.fspath(path)} is not the record of a tuning run: {error}"
-            ) from error
+            raise NotARun(f"{path} is not the record of a tuning run: {error}") from error
         return cls.loads(data, os.fspath(path))
 
     def _repr_html_(self) -> str:

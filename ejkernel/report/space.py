@@ -7,58 +7,13 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from .formatting import Value, flat
 from .record import Candidate, Operation
 
 MOST_MAPS = 6
 MOST_DIMENSIONS = 16  # that maps are drawn of: a record may have any number
 MOST_VALUES = 32  # of one dimension; a larger map cannot be read
-
-Value = str | int | float | bool | None
-
-
-def flat(config: Any) -> dict[str, Value]:
-    """A config's fields by their path, without those that are None.
-
-    >>> flat({"fwd": {"block": 64, "warps": None}, "dtype": {"$dtype": "bfloat16"}})
-    {'fwd.block': 64, 'dtype': 'bfloat16'}
-    """
-    found: dict[str, Value] = {}
-    _flatten(config, "", found)
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _flatten(value: Any, path: str, found: dict[str, Value]) -> None:
-    if isinstance(value, Mapping):
-        tagged = next((tag for tag in ("$dtype", "$float", "$enum", "$set") if tag in value), None)
-        if tagged is not None:
-            found[path or "config"] = str(value[tagged])
-            return
-        for name, item in value.items():
-            if name != "$type":
-                _flatten(item, f"{path}.{name}" if path else str(name), found)
-    elif isinstance(value, (list, tuple)):
-        found[path or "config"] = "×".join(str(item) for item in value)
-    elif value is None or isinstance(value, (str, int, float, bool)):
-        found[path or "config"] = value
-    else:
-        found[path or "config"] = str(value)
-
-
-def described(config: Any, only: Sequence[str] | None = None) -> str:
-    """A config in one line; `only` these dimensions, if it has any of them.
-
-    >>> described({"fwd": {"q": 64, "k": 32}, "rows": 8}), described({"rows": 8, "b": 1}, ["rows"])
-    ('fwd(q=64 k=32) rows=8', 'rows=8')
-    """
-    fields = flat(config)
-    wanted = {name: value for name, value in fields.items() if only is None or name in only}
-    parts = []
-    for group, names in itertools.groupby(wanted or fields, lambda name: name.rpartition(".")[0]):
-        inside = " ".join(f"{name.rpartition('.')[2]}={fields[name]}" for name in names)
-        parts.append(f"{group}({inside})" if group else inside)
-    return " ".join(parts) or "default"
 
 
 def dimensions(operation: Operation) -> list[str]:
@@ -140,11 +95,8 @@ def _map(
     cells: dict[tuple[Value, Value], Cell] = {}
     for fields, candidate in candidates:
         place = (fields.get(down), fields.get(across))
-        old = cells.get(place)
-        better = old is None or _rank(candidate) < _rank(old.candidate)
-        cells[place] = Cell(
-            candidate if better or old is None else old.candidate, 1 + (old.count if old else 0)
-        )
+        old = cells.get(place, Cell(candidate, 0))
+        cells[place] = Cell(min(old.candidate, candidate, key=_rank), old.count + 1)
     rows, columns = (tuple(sorted({place[i] for place in cells}, key=_order)) for i in (0, 1))
     small = len(rows) <= MOST_VALUES and len(columns) <= MOST_VALUES
     return Map(down, across, rows, columns, cells, more) if small else None

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ..markup import Markup, tag
-from .formatting import Finding
+from .formatting import Finding, times
+from .record import Gain
+
+
+def card(title: str | None, *children: Any) -> Markup:
+    """A box of the page, with a heading if it has a title."""
+    return tag("div", tag("h2", title) if title else None, *children, class_="card")
 
 
 def chip(finding: Finding) -> Markup:
@@ -14,6 +21,18 @@ def chip(finding: Finding) -> Markup:
     return tag("span", finding.word, class_=f"chip {kind}")
 
 
-def notes(lines: Sequence[str]) -> Markup | None:
+def factor(gain: Gain | None) -> Markup:
+    """A speedup; coloured if something became faster beyond doubt."""
+    faster = gain is not None and gain.low > 1
+    return tag("b", "–" if gain is None else times(gain.times), class_="up" if faster else None)
+
+
+def facts(pairs: Iterable[tuple[Any, Any]]) -> Markup:
+    """Names and values, a row each."""
+    rows = [tag("tr", tag("th", name, scope="row"), tag("td", value)) for name, value in pairs]
+    return tag("table", tag("tbody", *rows), class_="facts")
+
+
+def notes(lines: Sequence[Any]) -> Markup | None:
     """Remarks, if there are any."""
     return tag("ul", *(tag("li", line) for line in lines), class_="notes") if lines else None

@@ -30,8 +30,8 @@ def test_list_shows_each_entry(ej, store):
     assert "small_row_sum@v1" in row
     assert "float32[32,4]" in row
     assert "rows=16" in row
-    assert "1 ms" in row
-    assert "2.00x" in row
+    assert "1.00 ms" in row
+    assert "2.00×" in row
     assert any("interrupted" in line for line in lines)
     assert "\x1b" not in done.out  # no colours in a pipe
 

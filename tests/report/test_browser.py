@@ -72,7 +72,7 @@ def test_plots_are_drawn(pages):
         ("#operation-1 .row.best", "operations", "12 samples from"),
         ("#operation-1 .row.rejected", "operations", "wrong: 3 of 64 differ"),
         ("#operation-1 .heat td.best", "operations", "4.12 ms per call"),
-        ("#sure .row.gain", "sure", "surely 1.20× to 1.31×"),
+        ("#sure .row.gain", "sure", "between 1.20× and 1.31×"),
     ],
 )
 def test_tooltips(pages, where, tab, says):

@@ -106,7 +106,7 @@ def test_small_questions_about_an_operation():
             Candidate({"rows": 3}, "wrong"),
         ),
     )
-    assert operation.kept
+    assert operation.heuristic_stays
     assert operation.name == "op"
     assert [c.config["rows"] for c in operation.with_verdict("measured")] == [2, 1]
     assert operation.of({"rows": 3}).verdict == "wrong"

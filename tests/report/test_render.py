@@ -12,8 +12,8 @@ from sample_runs import HOSTILE, attention, empty_run, hostile_run, large_run, l
 
 from ejkernel.report import FORMATS, BeforeAfter, Candidate, Gain, Run, render
 from ejkernel.report.axis import Axis
-from ejkernel.report.formatting import headline, how_sure
-from ejkernel.report.space import described, dimensions, maps
+from ejkernel.report.formatting import described, headline, how_sure
+from ejkernel.report.space import dimensions, maps
 
 
 class Outline(html.parser.HTMLParser):
@@ -90,7 +90,7 @@ def test_markdown_keeps_hostile_texts_in_their_cells():
 def test_the_summary_says_how_much_how_sure_and_how_long():
     text = " ".join("".join(Outline(render(plain_run())).words).split())
     assert "The whole model is 1.25× as fast as before" in text
-    assert "The speed-up lies between 1.20× and 1.31×" in text
+    assert "The speedup lies between 1.20× and 1.31×" in text
     assert "42.0 s" in text
     assert "3.0e-07" in text
     assert "RESOURCE_EXHAUSTED" in text

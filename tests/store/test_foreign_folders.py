@@ -325,7 +325,7 @@ def test_records_of_others_are_not_shown(monkeypatch, tmp_path, capsys):
     assert run(["report", "--list"]) == 3
     assert "is not used" in capsys.readouterr().err
     assert save_record(Run("mine", "cpu", "2026"), "mine", None) is None
-    assert "the record of the run is not kept" in capsys.readouterr().err
+    assert "the record of the run is not stored" in capsys.readouterr().err
 
 
 # --- native libraries ----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`ejkernel configs`: look at what was tuned, move it, look after it."""
+"""`ejkernel configs`: show, transfer and maintain what was tuned."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .transfer import export, import_, merge
 @click.group()
 @common
 def configs() -> None:
-    """Look at stored configs, ship them, look after them.
+    """Show stored configs, transfer and maintain them.
 
     PLACE is a folder with a store, the URL of a database, or a bundle file (*.json).
     """

@@ -1,19 +1,19 @@
-"""verify and prune: which entries are still good, and away with the others."""
+"""verify and prune: check entries, and remove those that are no longer wanted."""
 
 from __future__ import annotations
 
 import datetime
 import re
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import click
 
+from ...report.formatting import counted, described
 from .. import options
 from ..exits import Exit
 from ..loading import import_modules
-from ..output import State, brief, counted, table
+from ..output import State, rendered, table, write
 from ..stores import Entry, open_place
 from .show import as_data
 
@@ -23,9 +23,7 @@ _AGE = re.compile(r"(\d+)\s*(d|days?|w|weeks?)?")
 @click.command()
 @options.store
 @options.imports
-@options.operation
-@options.device
-@options.common
+@options.filters
 @options.with_state
 def verify(
     state: State,
@@ -42,25 +40,25 @@ def verify(
     place = open_place(source, or_nowhere=True)
     import_modules(modules)
     entries = place.entries(op, device)
-    found = [(entry, reason) for entry in entries if (reason := _problem(entry))]
-    data = {
-        "place": place.shown,
-        "entries": len(entries),
-        "problems": [{**as_data(entry), "problem": reason} for entry, reason in found],
-    }
-    rows = [(e["key"][1], e["key"][2], reason, e["key"][0]) for e, reason in found]
-    count = f"{counted(len(entries), 'entry')} in {place.shown}, {len(found)} with a problem"
-    header = ("operation", "key", "problem", "device")
-    state.result(data, *([table(header, rows)] if rows else []), count)
-    return Exit.NOT_WELL if found else Exit.OK
-
-
-def _problem(entry: Entry) -> str:
     from ...ops import verify_bundle
     from ...store import Bundle
 
-    problems = verify_bundle(Bundle([entry]))
-    return problems[0].reason if problems else ""
+    found = [
+        (entry, wrong[0].reason) for entry in entries if (wrong := verify_bundle(Bundle([entry])))
+    ]
+    problems = [{**as_data(entry), "problem": reason} for entry, reason in found]
+    count = f"{counted(len(entries), 'entry')} in {place.shown}, {len(found)} with a problem"
+    data = {"place": place.shown, "entries": len(entries), "problems": problems}
+    state.result(data, _table(found, "problem"), count)
+    return Exit.NOT_WELL if found else Exit.OK
+
+
+def _table(found: list[tuple[Entry, str]], title: str) -> Any:
+    """Entries, each with its problem or reason."""
+    rows = [
+        (e["key"][1], e["key"][2], described(e["config"]), why, e["key"][0]) for e, why in found
+    ]
+    return table(("operation", "key", "config", title, "device"), rows)
 
 
 @click.command()
@@ -71,12 +69,10 @@ def _problem(entry: Entry) -> str:
 @click.option("--estimated", is_flag=True, help="Ranked by a compiler, never measured.")
 @click.option("--older-than", metavar="AGE", help="Stored before: 90d, 12w, or a date 2026-01-31.")
 @click.option("--all", "everything", is_flag=True, help="All of them (with --op and --device).")
-@options.operation
-@options.device
+@options.filters
 @options.imports
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
-@options.common
 @options.with_state
 def prune(
     state: State,
@@ -94,72 +90,63 @@ def prune(
     yes: bool,
 ) -> None:
     """Remove entries that fit one of the reasons given."""
-    reasons: list[Callable[[Entry], str]] = []
-    if stale or suspect:
-        import_modules(modules)
-        reasons.append(lambda entry: _not_fresh(entry, stale, suspect))
-    if incomplete:
-        reasons.append(lambda entry: "interrupted" if entry["about"].get("incomplete") else "")
-    if estimated:
-        reasons.append(lambda entry: "estimate" if entry["about"].get("estimated") else "")
-    if older_than is not None:
-        limit = _moment(older_than)
-        reasons.append(lambda entry: _older(entry, limit))
-    if everything:
-        reasons.append(lambda entry: "asked for")
-    if not reasons:
+    if not (stale or suspect or incomplete or estimated or older_than is not None or everything):
         raise click.UsageError(
             "say which: --stale, --suspect, --incomplete, --estimated, --older-than or --all"
         )
+    limit = "" if older_than is None else _moment(older_than)
+    if stale or suspect:
+        import_modules(modules)
+
+    def reason(entry: Entry) -> str:
+        about = entry["about"]
+        when = str(about.get("when") or "")
+        why = _not_fresh(entry, stale, suspect) if stale or suspect else ""
+        if why:
+            return why
+        if incomplete and about.get("incomplete"):
+            return "interrupted"
+        if estimated and about.get("estimated"):
+            return "estimate"
+        if when and when < limit:
+            return f"stored {when}"
+        return "requested" if everything else ""
+
     place = open_place(source, or_nowhere=True)
-    found = [
-        (entry, why)
-        for entry in place.entries(op, device)
-        if (why := next(filter(None, (reason(entry) for reason in reasons)), ""))
-    ]
-    rows = [(e["key"][1], e["key"][2], brief(e["config"]), why, e["key"][0]) for e, why in found]
-    shown = [table(("operation", "key", "config", "reason", "device"), rows)] if rows else []
+    found = [(entry, why) for entry in place.entries(op, device) if (why := reason(entry))]
+    shown = _table(found, "reason")
     if found and not dry_run and not yes:
-        _confirm(state, len(found), place.shown, shown)
-        shown = []
+        if state.as_json or not sys.stdin.isatty():
+            raise click.UsageError(
+                "nobody can be asked here: add --yes, or --dry-run to look first"
+            )
+        write(rendered(shown))
+        question = f"Remove {counted(len(found), 'entry')} from {place.shown}?"
+        click.confirm(question, abort=True, err=True)
+        shown = None
     removed = bool(found) and not dry_run
     if removed:
         place.remove([entry for entry, _ in found])
-    data: dict[str, Any] = {
+    data = {
         "place": place.shown,
         "removed": removed,
         "entries": [{**as_data(entry), "reason": why} for entry, why in found],
     }
     verb = "removed from" if removed else "would be removed from" if found else "to remove in"
-    state.result(data, *shown, f"{counted(len(found), 'entry')} {verb} {place.shown}")
-
-
-def _confirm(state: State, count: int, shown: str, listed: list[Any]) -> None:
-    if state.as_json or not sys.stdin.isatty():
-        raise click.UsageError("nobody can be asked here: add --yes, or --dry-run to look first")
-    from ..output import rendered, write
-
-    write(rendered(*listed))
-    click.confirm(f"Remove {counted(count, 'entry')} from {shown}?", abort=True, err=True)
+    state.result(data, shown, f"{counted(len(found), 'entry')} {verb} {place.shown}")
 
 
 def _not_fresh(entry: Entry, stale: bool, suspect: bool) -> str:
-    from ...ops.config.freshness import EntryState as Freshness
-    from ...ops.config.freshness import judge
+    from ...ops.config.freshness import EntryState, judge
     from ...ops.core import catalog
     from ...ops.core.types import ConfigKey
 
     kernel = catalog.find(entry["key"][1])
     if kernel is None:
-        return ""  # nothing can be said about it
-    found = judge(entry["about"], kernel, ConfigKey(*entry["key"]))
-    wanted = {Freshness.STALE: stale, Freshness.SUSPECT: suspect}
-    return found.reason if wanted.get(found.state) else ""
-
-
-def _older(entry: Entry, limit: str) -> str:
-    when = str(entry["about"].get("when") or "")
-    return f"stored {when}" if when and when < limit else ""
+        return ""  # whether its source changed is not known
+    freshness = judge(entry["about"], kernel, ConfigKey(*entry["key"]))
+    wanted = {EntryState.STALE: stale, EntryState.SUSPECT: suspect}
+    return freshness.reason if wanted.get(freshness.state) else ""
 
 
 def _moment(text: str) -> str:

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import pathlib
-from typing import TYPE_CHECKING, Any
 
 import click
 
+from ...report.formatting import counted
 from .. import options
-from ..output import State, counted, write
+from ..output import State, write
 from ..stores import open_place, open_store
-
-if TYPE_CHECKING:
-    from ...store import Bundle, Conflict
 
 
 @click.command()
 @click.argument("file", metavar="FILE.json")
 @options.store
-@options.operation
-@options.device
-@options.common
+@options.filters
 @options.with_state
 def export(state: State, file: str, source: str | None, op: str | None, device: str | None) -> None:
     """Write the entries of a store into a bundle file (`-`: the standard output).
 
-    A bundle is plain, sorted JSON: keep it in git, ship it in a wheel (docs/sharing.md).
+    A bundle is plain, sorted JSON: put it into git, ship it in a wheel (docs/sharing.md).
     """
     if file != "-":
         _bundle_file(file)
@@ -46,7 +41,6 @@ def export(state: State, file: str, source: str | None, op: str | None, device: 
 @click.command("import")
 @click.argument("files", metavar="FILE.json...", nargs=-1, required=True)
 @options.store
-@options.common
 @options.with_state
 def import_(state: State, files: tuple[str, ...], source: str | None) -> None:
     """Put the entries of bundles into a store.
@@ -57,8 +51,7 @@ def import_(state: State, files: tuple[str, ...], source: str | None) -> None:
 
     bundles = [(file, open_place(_bundle_file(file)).as_bundle()) for file in files]
     store = open_store(source)
-    data: list[dict[str, Any]] = []
-    shown = []
+    data, shown = [], []
     for file, bundle in bundles:
         done = import_bundle(store, bundle)
         counts = {name: len(getattr(done, name)) for name in ("added", "replaced", "kept")}
@@ -70,16 +63,14 @@ def import_(state: State, files: tuple[str, ...], source: str | None) -> None:
 @click.command()
 @click.argument("places", metavar="PLACE...", nargs=-1, required=True)
 @click.option("--output", "-o", required=True, metavar="FILE.json", help="The bundle to write.")
-@options.operation
-@options.device
-@options.common
+@options.filters
 @options.with_state
 def merge(
     state: State, places: tuple[str, ...], output: str, op: str | None, device: str | None
 ) -> None:
     """Merge stores and bundles into one bundle.
 
-    Of two entries for one call the better measured one is taken; different configs are said.
+    Of two entries for one call the better measured one is taken; different configs are reported.
     """
     opened = [open_place(name) for name in places]
     first, *others = (place.as_bundle(op, device) for place in opened)
@@ -88,33 +79,21 @@ def merge(
         write(merged.dumps())
         return
     merged.save(_bundle_file(output))
-    state.result(_merged_data(output, merged, conflicts), *_merged_text(output, merged, conflicts))
-
-
-def _merged_data(output: str, merged: Bundle, conflicts: list[Conflict]) -> dict[str, Any]:
-    return {
-        "file": output,
-        "entries": len(merged),
-        "conflicts": [
-            {
-                "key": list(conflict.key),
-                "kept": conflict.kept["config"],
-                "dropped": conflict.dropped["config"],
-                "reason": conflict.reason,
-            }
-            for conflict in conflicts
-        ],
-    }
-
-
-def _merged_text(output: str, merged: Bundle, conflicts: list[Conflict]) -> list[str]:
-    said = [f"conflict: {conflict}" for conflict in conflicts]
-    return [*said, _sum(output, merged, conflicts)]
-
-
-def _sum(output: str, merged: Bundle, conflicts: list[Conflict]) -> str:
-    found = counted(len(conflicts), "conflict")
-    return f"{counted(len(merged), 'entry')} written to {output}, {found}"
+    data = [
+        {
+            "key": list(conflict.key),
+            "kept": conflict.kept["config"],
+            "dropped": conflict.dropped["config"],
+            "reason": conflict.reason,
+        }
+        for conflict in conflicts
+    ]
+    written = f"{counted(len(merged), 'entry')} written to {output}"
+    state.result(
+        {"file": output, "entries": len(merged), "conflicts": data},
+        *(f"conflict: {conflict}" for conflict in conflicts),
+        f"{written}, {counted(len(conflicts), 'conflict')}",
+    )
 
 
 def _bundle_file(name: str) -> str:
