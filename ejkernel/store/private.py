@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import pathlib
 import stat
@@ -49,8 +50,7 @@ class PrivateFolder:
         folder above it is not, and other kinds of `OSError`.
         """
         folder = pathlib.Path(path).absolute()
-        reason = _reason_against_parent(folder, shared=False)
-        if reason is not None:
+        if (reason := _reason_against_parent(folder, shared=False)) is not None:
             raise _refused(folder, reason)
         if create:
             make_private(folder)
@@ -58,9 +58,8 @@ class PrivateFolder:
             if not folder.is_dir():
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
             return cls(folder, None)
-        link = os.lstat(folder)
-        if stat.S_ISLNK(link.st_mode) and not _ours(link):
-            raise _refused(folder, f"it is a link made by {_user(link.st_uid)}")
+        if (reason := _reason_against_link(folder)) is not None:
+            raise _refused(folder, reason)
         return cls._checked(folder, os.open(folder, _FOLDER))
 
     def inner(self, name: str, *, create: bool = False) -> Self:
@@ -89,15 +88,11 @@ class PrivateFolder:
     @classmethod
     def _checked(cls, path: pathlib.Path, descriptor: int) -> Self:
         status = os.fstat(descriptor)
-        reason = None
-        if not _ours(status):
-            reason = f"it belongs to {_user(status.st_uid)}"
-        elif status.st_mode & stat.S_IWOTH:
-            reason = "everyone may write in it"
-        if reason is None:
+        if _ours(status) and not status.st_mode & stat.S_IWOTH:
             return cls(path, descriptor)
         os.close(descriptor)
-        raise _refused(path, reason)
+        owner = f"it belongs to {_user(status.st_uid)}"
+        raise _refused(path, "everyone may write in it" if _ours(status) else owner)
 
     def close(self) -> None:
         """Close the descriptor; the folder must not be used afterwards."""
@@ -144,8 +139,7 @@ class PrivateFolder:
             raise
         try:
             status = os.fstat(descriptor)
-            irregular = not_regular(status)
-            if irregular is not None:
+            if (irregular := not_regular(status)) is not None:
                 raise ValueError(irregular)
             if not _ours(status):
                 raise _refused(self.path / name, f"it belongs to {_user(status.st_uid)}")
@@ -210,12 +204,10 @@ def make_private(folder: pathlib.Path, descriptor: int | None = None) -> None:
 
     With the `descriptor` of an open folder, `folder` is a name in that.
     """
-    if descriptor is not None:
-        missing = [folder]
-    else:
-        missing = [folder, *folder.parents]
-        there = next((i for i, path in enumerate(missing) if os.path.lexists(path)), 0)
-        missing = missing[:there]
+    missing = [folder]
+    if descriptor is None:
+        above = itertools.takewhile(lambda path: not os.path.lexists(path), folder.parents)
+        missing = [] if os.path.lexists(folder) else [folder, *above]
     for path in reversed(missing):
         try:
             os.mkdir(path, 0o700, dir_fd=descriptor)
@@ -250,26 +242,24 @@ def check_owner(location: FolderLocation) -> None:
     Refused are links that someone else made, what a link of one's own leads to if it belongs to
     someone else, and folders of someone else in which everyone may write.
     """
-    if not hasattr(os, "geteuid"):
-        return
+    for path, reason in _reasons_against(location):
+        if reason is not None:
+            raise StoreRefused(
+                f"{path} is not used: {reason}. Give a folder of your own: PersistentCache(path), "
+                "or EJKERNEL_CACHE_DIR"
+            )
+
+
+def _reasons_against(location: FolderLocation) -> Iterator[tuple[pathlib.Path, str | None]]:
     folder = location.folder
-    if os.path.lexists(folder):
+    if hasattr(os, "geteuid") and os.path.lexists(folder):
         for path in (folder, location.file):
             with contextlib.suppress(FileNotFoundError, PermissionError):
-                _refuse(path, _reason_against_link(path))
+                yield path, _reason_against_link(path)
         status = os.stat(folder)
-        if not _ours(status, root=False) and status.st_mode & stat.S_IWOTH:
-            owner = _user(status.st_uid)
-            _refuse(folder, f"it belongs to {owner} and everyone may write in it")
-    _refuse(folder, _reason_against_parent(folder))
-
-
-def _refuse(path: pathlib.Path, reason: str | None) -> None:
-    if reason is not None:
-        raise StoreRefused(
-            f"{path} is not used: {reason}. Give a folder of your own: PersistentCache(path), or "
-            "EJKERNEL_CACHE_DIR"
-        )
+        if status.st_uid != os.geteuid() and status.st_mode & stat.S_IWOTH:
+            yield folder, f"it belongs to {_user(status.st_uid)} and everyone may write in it"
+    yield folder, _reason_against_parent(folder)
 
 
 def _reason_against_link(path: pathlib.Path) -> str | None:
@@ -308,11 +298,9 @@ def _reason_against_parent(folder: pathlib.Path, *, shared: bool = True) -> str 
     return f"the folder {parent} above it belongs to {owner}, who may replace what is in it"
 
 
-def _ours(status: os.stat_result, root: bool = True) -> bool:
+def _ours(status: os.stat_result) -> bool:
     """True if something belongs to this user, or to root, who can do everything anyway."""
-    if not hasattr(os, "geteuid"):
-        return True
-    return status.st_uid == os.geteuid() or (root and status.st_uid == 0)
+    return not hasattr(os, "geteuid") or status.st_uid in (os.geteuid(), 0)
 
 
 def _user(uid: int) -> str:
