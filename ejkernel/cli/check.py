@@ -128,10 +128,10 @@ def _targets(wanted: tuple[str, ...], lower_only: bool) -> list[Target]:
 def _checked(
     inv: Invocation[Any, Any], target: Target, lower_only: bool, seconds: float, jobs: int | None
 ) -> CheckResult | str:
-    from ..targets import TargetError, check_call
+    from ..targets import TargetError, check
 
     try:
-        return check_call(inv, target=target, compile=not lower_only, seconds=seconds, jobs=jobs)
+        return check(inv, target=target, compile=not lower_only, seconds=seconds, jobs=jobs)
     except TargetError as error:
         return in_one_line(error).removeprefix("TargetError: ")
 

@@ -13,7 +13,7 @@ from ..ops.utils.provenance import source_hash
 from ..ops.utils.serialize import qualified_name, to_plain
 from ..store.bundle import Bundle
 from .catalog import Target, TargetError
-from .checking import COMPILE_SECONDS, CheckResult, check_call
+from .checking import COMPILE_SECONDS, CheckResult, check
 from .compiler import compiler_versions
 
 Call = Invocation[Any, Any] | CheckResult
@@ -55,7 +55,7 @@ def export(
         elif isinstance(call, Invocation):
             if target is None:
                 raise TypeError("export: target= is needed for calls that are not checked yet")
-            result = check_call(call, target=target, seconds=seconds, jobs=jobs)
+            result = check(call, target=target, seconds=seconds, jobs=jobs)
         else:
             raise TypeError(
                 f"export: calls holds {call!r} ({type(call).__name__}); it takes results of "

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import math
 import pathlib
 import re
 import shutil
@@ -208,44 +209,38 @@ def read_cuda_dump(folder: pathlib.Path) -> list[KernelFigures]:
         if entries:
             codes.update(entries)
             assembled.update(assemble(file, text))
-    found = []
-    for launch in launches:
-        name = launch["name"]
-        code = codes.get(name)
-        if code is None:
-            continue
-        figures = assembled.get(name, {})
-        found.append(
-            KernelFigures(
-                name,
-                code,
-                figures.get("instructions", code.total),
-                shared_bytes=int(launch["shared"]) + figures.get("static_shared", 0),
-                registers=figures.get("registers"),
-                spilled_bytes=figures.get("spilled"),
-                threads=_product(launch["threads"]),
-                blocks=_product(launch["grid"]),
-            )
-        )
-    return found
+    return [
+        _cuda_kernel(launch, codes[launch["name"]], assembled.get(launch["name"], {}))
+        for launch in launches
+        if launch["name"] in codes
+    ]
+
+
+def _cuda_kernel(launch: re.Match[str], code: Loop, figures: dict[str, int]) -> KernelFigures:
+    return KernelFigures(
+        launch["name"],
+        code,
+        figures.get("instructions", code.total),
+        shared_bytes=int(launch["shared"]) + figures.get("static_shared", 0),
+        registers=figures.get("registers"),
+        spilled_bytes=figures.get("spilled"),
+        threads=math.prod(map(int, launch["threads"].split(","))),
+        blocks=math.prod(map(int, launch["grid"].split(","))),
+    )
 
 
 def ptx_code(text: str) -> Loop:
     """The instructions of a PTX function, by loop: a branch back to a label closes one."""
-    lines = [line.strip() for line in text.splitlines()]
     labels: dict[str, int] = {}  # label -> number of the instruction after it
     loops: dict[int, int] = {}  # first instruction -> last instruction
     count = 0
-    for line in lines:
-        label = _LABEL.match(line)
-        if label is not None:
+    for line in map(str.strip, text.splitlines()):
+        if label := _LABEL.match(line):
             labels[label[1]] = count
-        if not line.endswith(";") or line.startswith("."):
-            continue
-        branch = _BRANCH.search(line)
-        if branch is not None and branch[1] in labels:
-            loops[labels[branch[1]]] = count
-        count += 1
+        if line.endswith(";") and not line.startswith("."):
+            if (branch := _BRANCH.search(line)) and branch[1] in labels:
+                loops[labels[branch[1]]] = count
+            count += 1
     return loop_tree(count, loops.items())
 
 
@@ -282,23 +277,23 @@ def find_ptxas() -> str | None:
     return shutil.which("ptxas")
 
 
+_PTXAS_FIGURES = {
+    "registers": r"Used (\d+) registers",
+    "spilled": r"(\d+) bytes spill stores",
+    "static_shared": r"(\d+) bytes smem",
+}
+
+
 def ptxas_figures(text: str) -> dict[str, dict[str, int]]:
     """Registers, spilled bytes and static shared memory by kernel, from `ptxas -v`."""
     found: dict[str, dict[str, int]] = {}
     name = ""
     for line in text.splitlines():
-        compiling = re.search(r"Compiling entry function '([^']+)'", line)
-        if compiling is not None:
+        if compiling := re.search(r"Compiling entry function '([^']+)'", line):
             name = compiling[1]
             found[name] = {}
-        patterns = (
-            ("registers", r"Used (\d+) registers"),
-            ("spilled", r"(\d+) bytes spill stores"),
-            ("static_shared", r"(\d+) bytes smem"),
-        )
-        for field, pattern in patterns:
-            match = re.search(pattern, line)
-            if match is not None and name:
+        for field, pattern in _PTXAS_FIGURES.items():
+            if name and (match := re.search(pattern, line)):
                 found[name][field] = int(match[1])
     return found
 
@@ -318,14 +313,3 @@ def code_sections(elf: bytes) -> dict[str, int]:
         if name.startswith(".text."):
             found[name.removeprefix(".text.")] = header[5]
     return found
-
-
-def _product(numbers: str) -> int:
-    product = 1
-    for number in _whole(numbers.split(",")):
-        product *= number
-    return product
-
-
-def _whole(texts: Sequence[str]) -> list[int]:
-    return [int(text) for text in texts]

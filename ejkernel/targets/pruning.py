@@ -12,7 +12,7 @@ from ..ops.core.kernel import Kernel
 from ..ops.tuner.search.pruning import Pruned
 from ..ops.utils.fingerprint import current_device, device_kind
 from .catalog import TARGETS, Target, TargetError, find
-from .checking import COMPILE_SECONDS, check_call
+from .checking import COMPILE_SECONDS, check
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class StaticPruner:
             return None
         call = dataclasses.replace(inv, kernel=kernel)
         try:
-            result = check_call(
+            result = check(
                 call, target=target, configs=candidates, seconds=self.seconds, jobs=self.jobs
             )
         except TargetError as error:

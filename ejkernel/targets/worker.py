@@ -124,7 +124,7 @@ def target_from_plain(plain: dict[str, Any]) -> Target:
     return Target(**{**plain, "gpu": None if gpu is None else GpuLimits(**gpu)})
 
 
-def one_line(text: str) -> str:
+def reason_of(text: str) -> str:
     """The sentence of a compiler's message that says why, without the program in it."""
     stripped = re.sub(
         r"%[\w.-]+ = .*?(?:\bmetadata=\{[^}]*\}|\)\.)", "the kernel", text, flags=re.S
