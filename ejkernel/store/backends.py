@@ -142,8 +142,7 @@ class FileBackend:
             there = identity(self._location)
             if there is None:
                 raise StoreGone(f"{file} was removed a moment ago")
-            reason = _wrong_from_the_start(file, there)
-            if reason is not None:
+            if (reason := _wrong_from_the_start(file, there)) is not None:
                 raise StoreDamaged(f"{file} is damaged: {reason}")
             check_companions(file)
             if has_foreign_log(file, there):
@@ -171,12 +170,11 @@ class FileBackend:
             database = open_file(self._location.file, mode=mode)
             try:
                 return database, database.read(tables.schema_of), refusal
-            except (StoreUnavailable, StoreReadOnly) as error:
+            except StoreError as error:
                 database.close()
+                if not isinstance(error, (StoreUnavailable, StoreReadOnly)):
+                    raise
                 refusal = refusal or StoreReadOnly(str(error))
-            except StoreError:
-                database.close()
-                raise
         if identity(self._location) is None:
             raise StoreGone(f"{self._location.file} was removed a moment ago")
         raise StoreUnavailable(f"{refusal}. Check who may read and write {self._location.folder}")
@@ -268,8 +266,7 @@ def _set_aside(location: FolderLocation, seen: Identity | None) -> tuple[pathlib
         # must not take the store away from all of them.
         if seen is None or identity(location) != seen:
             return None
-        reason = _damage(location, seen)
-        if reason is None:
+        if (reason := _damage(location, seen)) is None:
             return None
         what = f"{location.file} is damaged ({reason}) and cannot be moved aside"
         with as_store_errors(what, "; move it away yourself"):
@@ -350,8 +347,7 @@ def _wrong_from_the_start(file: pathlib.Path, identity: Identity) -> str | None:
 
 def _damage(location: FolderLocation, identity: Identity) -> str | None:
     """What is wrong with the file of a store, or None if it is sound."""
-    reason = _wrong_from_the_start(location.file, identity)
-    if reason is not None:
+    if (reason := _wrong_from_the_start(location.file, identity)) is not None:
         return reason
     with contextlib.closing(open_file(location.file)) as database:
         try:
@@ -372,7 +368,7 @@ REST = 30.0
 
 
 class ServerBackend:
-    """Connects when it is needed; makes its tables on the first write."""
+    """As `FileBackend`: connects when it is needed, and makes its tables on the first write."""
 
     def __init__(self, location: ServerLocation, warn_once: WarnOnce) -> None:
         self._location = location

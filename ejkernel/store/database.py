@@ -34,9 +34,9 @@ class Database:
 
     def __init__(self, engine: sa.Engine, shown: str, scrub: Callable[[str], str] = str) -> None:
         self._engine = engine
+        self._is_server = engine.dialect.name != "sqlite"
         # SQLite shows a reader one state anyway; a server does when asked to.
-        server = engine.dialect.name != "sqlite"
-        self._reading = {"isolation_level": "REPEATABLE READ"} if server else {}
+        self._reading = {"isolation_level": "REPEATABLE READ"} if self._is_server else {}
         self._shown = shown
         self._scrub = scrub
 
@@ -61,11 +61,12 @@ class Database:
                     options = {"ejkernel_writes": True} if writes else self._reading
                     connection = connection.execution_options(**options)
                     with connection.begin():
-                        if not writes or connection.dialect.name != "sqlite":
+                        if not writes or self._is_server:
                             return transaction(connection)
-                        before = _changes(connection)
+                        driver: Any = connection.connection.driver_connection
+                        before = driver.total_changes
                         done = transaction(connection)
-                        if _changes(connection) != before:
+                        if driver.total_changes != before:
                             leave_mark(connection)
                         return done
             except (sa.exc.SQLAlchemyError, sqlite3.Error) as error:
@@ -81,11 +82,6 @@ class Database:
                 raise failure
             else:
                 time.sleep(random.uniform(0.001, 0.02))
-
-
-def _changes(connection: sa.Connection) -> int:
-    """How many rows an SQLite connection has changed since it was opened."""
-    return int(connection.connection.driver_connection.total_changes)  # type: ignore[union-attr]
 
 
 # --- SQLite --------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from .reading import LARGEST, READ_ONLY, not_regular, read_descriptor
 _POSIX = os.name == "posix"  # elsewhere folders cannot be opened, and paths have to do
 _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | getattr(os, "O_BINARY", 0)
 
 
 class FolderRefused(OSError):
@@ -55,8 +56,7 @@ class PrivateFolder:
         if create:
             make_private(folder)
         if not _POSIX:
-            if not folder.is_dir():
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+            os.listdir(folder)  # raises if it is not there
             return cls(folder, None)
         if (reason := _reason_against_link(folder)) is not None:
             raise _refused(folder, reason)
@@ -158,15 +158,11 @@ class PrivateFolder:
     def write(self, name: str, data: bytes) -> None:
         """Write a file that only its owner may read: whole, or not at all."""
         temporary = f".writing-{uuid.uuid4().hex}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | getattr(os, "O_BINARY", 0)
-        descriptor = os.open(self._name(temporary), flags, 0o600, dir_fd=self.descriptor)
+        descriptor = os.open(self._name(temporary), _NEW, 0o600, dir_fd=self.descriptor)
         try:
-            with os.fdopen(descriptor, "wb") as stream:
-                if _POSIX:
-                    os.fchmod(stream.fileno(), 0o600)
-                stream.write(data)
-                stream.flush()
-                os.fsync(stream.fileno())
+            if _POSIX:
+                os.fchmod(descriptor, 0o600)
+            _write_durably(descriptor, data)
             self.move(temporary, self, name)
         except BaseException:
             self.remove(temporary)
@@ -227,9 +223,10 @@ def why_not_writable(folder: pathlib.Path) -> str | None:
     return None if os.access(there, os.W_OK | os.X_OK) else f"{there} may not be written"
 
 
-def _refused(path: pathlib.Path, why: str) -> FolderRefused:
-    return FolderRefused(
-        f"{path} is not used: {why}. Remove it, or set EJKERNEL_CACHE_DIR to a folder of your own"
+def _refused(path: pathlib.Path, why: str, kind: type[OSError] = FolderRefused) -> OSError:
+    return kind(
+        f"{path} is not used: {why}. Remove it, or give a folder of your own: EJKERNEL_CACHE_DIR, "
+        "or PersistentCache(path)"
     )
 
 
@@ -244,10 +241,7 @@ def check_owner(location: FolderLocation) -> None:
     """
     for path, reason in _reasons_against(location):
         if reason is not None:
-            raise StoreRefused(
-                f"{path} is not used: {reason}. Give a folder of your own: PersistentCache(path), "
-                "or EJKERNEL_CACHE_DIR"
-            )
+            raise _refused(path, reason, StoreRefused)
 
 
 def _reasons_against(location: FolderLocation) -> Iterator[tuple[pathlib.Path, str | None]]:
@@ -322,15 +316,20 @@ def write_whole(file: pathlib.Path, text: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".writing-{uuid.uuid4().hex}")
     try:
-        with open(temporary, "x", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
+        _write_durably(os.open(temporary, _NEW, 0o666), text.encode())
         os.replace(temporary, file)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     flush_folder(file.parent)
+
+
+def _write_durably(descriptor: int, data: bytes) -> None:
+    """Write to a descriptor, which is closed, and wait for the disk."""
+    with os.fdopen(descriptor, "wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def flush_folder(folder: pathlib.Path) -> None:

@@ -198,14 +198,12 @@ def _trial_rows(records: Iterable[Any], origin: str, when: str) -> list[dict[str
 
 def trial_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """A trial as plain data, from its row. Raises `ValueError` if the row is damaged."""
+    kinds = {"verdict": str, "samples_ns": list, "reason": str, "when": str}
     return {
         **_value(row, "about", dict),
         "config": _parsed(row["config"], "config"),
-        "verdict": _value(row, "verdict", str),
         "seconds": None if row["seconds"] is None else _value(row, "seconds", float),
-        "samples_ns": _value(row, "samples_ns", list),
-        "reason": _value(row, "reason", str),
-        "when": _value(row, "when", str),
+        **{name: _value(row, name, kind) for name, kind in kinds.items()},
     }
 
 

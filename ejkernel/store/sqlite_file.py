@@ -213,15 +213,6 @@ def nobody_uses(file: pathlib.Path) -> contextlib.AbstractContextManager[bool]:
     return _bytes_locked(file, 0x40000002, 510)  # locked for as long as a file is open
 
 
-def log_in_use(file: pathlib.Path) -> bool:
-    """True if another process uses the log next to a file, or at least has it open."""
-    try:
-        with _bytes_locked(f"{file}-shm", 128, 1) as alone:  # locked for as long as a log is used
-            return not alone
-    except OSError:
-        return False
-
-
 # --- marks, and the log --------------------------------------------------------------------------
 
 COMPANIONS = ("-wal", "-shm", "-journal")
@@ -278,8 +269,11 @@ def log_is_foreign(file: pathlib.Path, identity: Identity, alone: bool) -> bool:
     """As `has_foreign_log`, for whoever knows whether another process has the file open."""
     if any(known != identity and path == str(file) for known, path in _open):
         return True  # this process still has the file open that was here before
-    # If nobody has the file open, whoever uses the log has another one open.
-    return (alone and log_in_use(file)) or foreign_log(file) is not None
+    if alone:  # nobody has the file open, so whoever uses the log has another one open
+        with contextlib.suppress(OSError), _bytes_locked(f"{file}-shm", 128, 1) as unused:
+            if not unused:  # these bytes are locked for as long as a log is used
+                return True
+    return foreign_log(file) is not None
 
 
 def foreign_log(file: pathlib.Path) -> str | None:

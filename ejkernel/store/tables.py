@@ -59,8 +59,6 @@ trials = _table(
 
 # --- migrations ----------------------------------------------------------------------------------
 
-Migration = Callable[[sa.Connection], None]
-
 _MIGRATION_LOCK = 0x656A6B65726E  # any number that other programs do not use: "ejkern"
 
 
@@ -73,7 +71,7 @@ def create_tables(connection: sa.Connection) -> None:
     metadata.create_all(connection)
 
 
-MIGRATIONS: list[Migration] = [create_tables]
+MIGRATIONS: list[Callable[[sa.Connection], None]] = [create_tables]
 
 
 def newest_schema() -> int:
@@ -192,14 +190,13 @@ def count(connection: sa.Connection) -> int:
 
 def find_related(connection: sa.Connection, conditions: Mapping[str, str], limit: int) -> list[Row]:
     """Entries with these column values; a value that ends with `*` stands for any ending."""
-    statement = sa.select(entries).limit(limit)
-    for name, value in conditions.items():
-        column = entries.c[name]
-        if value.endswith("*"):
-            statement = statement.where(column.startswith(value[:-1], autoescape=True))
-        else:
-            statement = statement.where(column == value)
-    return _rows(connection.execute(statement))
+    wanted = [
+        entries.c[name].startswith(value[:-1], autoescape=True)
+        if value.endswith("*")
+        else entries.c[name] == value
+        for name, value in conditions.items()
+    ]
+    return _rows(connection.execute(sa.select(entries).where(*wanted).limit(limit)))
 
 
 def put(connection: sa.Connection, row: Row, trial_rows: Sequence[Row], origin: str) -> None:

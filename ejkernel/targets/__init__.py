@@ -16,15 +16,13 @@ from .catalog import GpuLimits, Target, TargetError, find, names
 if TYPE_CHECKING:
     from .checking import Check, CheckResult, check
     from .compiler import Availability, Available, available, stop_workers
-    from .exporting import export
-    from .pruning import StaticPruner
+    from .pruning import StaticPruner, export
     from .ranking import Estimate
 
 _LAZY = {
     "checking": ("Check", "CheckResult", "check"),
     "compiler": ("Availability", "Available", "available", "stop_workers"),
-    "exporting": ("export",),
-    "pruning": ("StaticPruner",),
+    "pruning": ("StaticPruner", "export"),
     "ranking": ("Estimate",),
 }
 """By module: loaded when used, because importing this package starts and imports little."""

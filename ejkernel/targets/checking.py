@@ -137,6 +137,7 @@ class CheckResult(Displayed):
 
 def check(
     call: Kernel[Any, Any] | Invocation[Any, Any],
+    /,
     *args: Any,
     target: str | Target,
     configs: Iterable[Any] | None = None,

@@ -29,12 +29,7 @@ if TYPE_CHECKING:
     from .lowering import Program
 
 FORMAT = 1  # of what a worker answers: raise it when a figure is read differently
-_MODULE = "ejkernel.targets.worker"
-_PACKAGES = {
-    "tpu": ("libtpu",),
-    "cuda": ("jax-cuda13-plugin", "jax-cuda13-pjrt"),
-    "cpu": (),
-}
+_PACKAGES = {"tpu": ("libtpu",), "cuda": ("jax-cuda13-plugin", "jax-cuda13-pjrt"), "cpu": ()}
 EXTRAS = {"tpu": "ejkernel[tpu-aot]", "cuda": "ejkernel[cuda-aot]"}
 
 
@@ -153,7 +148,8 @@ class _Worker:
             self._folder = tempfile.TemporaryDirectory(prefix="ejkernel-targets-")
             settings = _environment(self._platform, self._folder.name)
             programs = os.path.dirname(find_ptxas() or "") if self._platform == "cuda" else ""
-            self._process = Process(_MODULE, environment.for_child(settings, programs))
+            variables = environment.for_child(settings, programs)
+            self._process = Process("ejkernel.targets.worker", variables)
         dump = "" if self._platform == "cpu" else self._folder.name
         answer, _ = self._process.ask({**header, "dump": dump}, blobs, seconds, doing)
         return answer
@@ -161,10 +157,9 @@ class _Worker:
     def stop(self) -> None:
         if self._process is not None:
             self._process.kill()
-            self._process = None
         if self._folder is not None:
             self._folder.cleanup()
-            self._folder = None
+        self._process = self._folder = None
 
 
 def _environment(platform: str, dump: str) -> dict[str, str]:
@@ -232,12 +227,12 @@ if hasattr(os, "register_at_fork"):
 
 def probe(target: Target) -> str:
     """Why a target's compiler does not work here though it is installed; "" if it does."""
-    with _worker(target.platform) as worker:
-        try:
-            header = {"do": "probe", "target": dataclasses.asdict(target)}
+    header = {"do": "probe", "target": dataclasses.asdict(target)}
+    try:
+        with _worker(target.platform) as worker:
             answer = worker.ask(header, (), START_SECONDS, "starting")
-        except (WorkerLost, WorkerUnavailable) as error:
-            return str(error)
+    except (WorkerLost, WorkerUnavailable) as error:
+        return str(error)
     return _why_unusable(target, answer) or ""
 
 
@@ -262,17 +257,15 @@ def compile_all(
 
 def _compile(target: Target, program: Program, seconds: float) -> Header:
     header = {"do": "compile", "target": dataclasses.asdict(target), **program.header}
-    with _worker(target.platform) as worker:
-        try:
+    try:
+        with _worker(target.platform) as worker:
             answer = worker.ask(header, [program.module], seconds, "compiling")
-        except WorkerLost as lost:
-            if not lost.started:
-                raise TargetError(
-                    f"target {target.name}: no compiler could be had: {lost}"
-                ) from lost
-            # A crash or a hang of the compiler is the program's fault, and is not cached: the
-            # limit may be another one next time.
-            return {"refused": f"the compiler did not survive it: {lost}", "seconds": None}
+    except WorkerLost as lost:
+        if not lost.started:
+            raise TargetError(f"target {target.name}: no compiler could be had: {lost}") from lost
+        # A crash or a hang of the compiler is the program's fault, and is not cached: the limit may
+        # be another one next time.
+        return {"refused": f"the compiler did not survive it: {lost}", "seconds": None}
     reason = _why_unusable(target, answer)
     if reason is not None:
         raise TargetError(reason)
@@ -287,10 +280,9 @@ def _why_unusable(target: Target, answer: Header) -> str | None:
     if reason is None or ("unusable" not in answer and "version" not in answer):
         return None
     if target.platform == "tpu" and ("Invalid TPU" in reason or "topology" in reason.lower()):
-        version = _version("libtpu")
         return (
-            f"target {target.name}: the installed libtpu {version} does not know the topology "
-            f"{target.topology!r} ({reason}); install the libtpu that belongs to a newer JAX"
+            f"target {target.name}: the installed libtpu {_version('libtpu')} does not know the "
+            f"topology {target.topology!r} ({reason}); install the libtpu of a newer JAX"
         )
     return f"target {target.name}: its compiler cannot be started: {reason}"
 
@@ -299,17 +291,14 @@ def _why_unusable(target: Target, answer: Header) -> str | None:
 
 
 def _name(target: Target, program: Program) -> str:
-    key = short_hash(
-        {
-            "format": FORMAT,
-            "target": dataclasses.asdict(target),
-            "versions": compiler_versions(target.platform),
-            "ptxas": find_ptxas() if target.platform == "cuda" else None,
-            "program": program.fingerprint,
-        },
-        digits=32,
-    )
-    return f"{key}.json"
+    made_of = {
+        "format": FORMAT,
+        "target": dataclasses.asdict(target),
+        "versions": compiler_versions(target.platform),
+        "ptxas": find_ptxas() if target.platform == "cuda" else None,
+        "program": program.fingerprint,
+    }
+    return f"{short_hash(made_of, digits=32)}.json"
 
 
 def _answers(

@@ -111,16 +111,11 @@ def read_tpu_dump(folder: pathlib.Path) -> list[KernelFigures]:
         if name.startswith(_NOT_KERNELS):
             continue
         code = tpu_code(file.read_text(encoding="utf-8", errors="replace"))
-        size, spilled = vmem.get(name, (None, None))
-        utilisation = file.with_name(
-            file.name.replace("02-final_bundles", "00-final_hlo-static-per-bundle-utilization")
-        )
+        used = file.name.replace("02-final_bundles", "00-final_hlo-static-per-bundle-utilization")
+        utilisation = file.with_name(used)
         units = unit_shares(utilisation.read_text()) if utilisation.exists() else {}
-        found.append(
-            KernelFigures(
-                name, code, code.total, units=units, vmem_bytes=size, spilled_bytes=spilled
-            )
-        )
+        size, spilled = vmem.get(name, (None, None))
+        found.append(KernelFigures(name, code, code.total, units, size, spilled_bytes=spilled))
     return found
 
 
@@ -196,11 +191,8 @@ _BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$?[\w$]+);")
 
 def read_cuda_dump(folder: pathlib.Path) -> list[KernelFigures]:
     """The kernels of the one program whose dump is in a folder."""
-    launches = [
-        match
-        for file in folder.glob("*.thunk_sequence.txt")
-        for match in _LAUNCH.finditer(file.read_text())
-    ]
+    texts = (file.read_text() for file in folder.glob("*.thunk_sequence.txt"))
+    launches = [match for text in texts for match in _LAUNCH.finditer(text)]
     codes: dict[str, Loop] = {}
     assembled: dict[str, dict[str, int]] = {}
     for file in sorted(folder.glob("*.ptx")):
@@ -306,10 +298,9 @@ def code_sections(elf: bytes) -> dict[str, int]:
     size, count, names_index = struct.unpack_from("<HHH", elf, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", elf, offset + i * size) for i in range(count)]
     names_at = headers[names_index][4]
-    found = {}
-    for header in headers:
-        start = names_at + header[0]
-        name = elf[start : elf.index(b"\0", start)].decode(errors="replace")
-        if name.startswith(".text."):
-            found[name.removeprefix(".text.")] = header[5]
-    return found
+    names = [elf[names_at + header[0] :].split(b"\0", 1)[0] for header in headers]
+    return {
+        name.removeprefix(b".text.").decode(errors="replace"): header[5]
+        for name, header in zip(names, headers, strict=True)
+        if name.startswith(b".text.")
+    }

@@ -113,11 +113,8 @@ def standing_on(target: Target) -> Iterator[None]:
     if device is None:
         yield
         return
-    abstract = jax.sharding.AbstractDevice(
-        device_kind=device.device_kind,
-        num_cores=device.core_count or 1,
-        platform=device.platform,
-    )
+    cores = device.core_count or 1
+    abstract = jax.sharding.AbstractDevice(device.device_kind, cores, device.platform)
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=abstract)
     with as_if_on(device), jax.sharding.use_abstract_mesh(mesh):
         yield
@@ -158,9 +155,8 @@ def lower(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], cfg: Any, target:
                 exported = exporting(arrays)
         jaxpr = getattr(traced, "jaxpr", traced)
         launches = tuple(_launches(jaxpr, 1))
-    moved = [launch.moved for launch in launches]
-    known = [size for size in moved if size is not None]
     edges = sum(map(_bytes, (*exported.in_avals, *exported.out_avals)))
+    moved = [launch.moved for launch in launches]
     return Program(
         module=bytes(exported.mlir_module_serialized),
         header={
@@ -172,7 +168,7 @@ def lower(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], cfg: Any, target:
         flops=_flops(jaxpr),
         touched=_touched(jaxpr),
         dynamic=_has_unknown(_loops(jaxpr)),
-        bytes=max(edges, sum(known)) if launches and len(known) == len(moved) else edges,
+        bytes=edges if None in moved else max(edges, sum(size or 0 for size in moved)),
     )
 
 
@@ -216,10 +212,10 @@ def _launches(jaxpr: Any, times: int | None) -> Iterator[Launch]:
             )
             continue
         inner = times
-        if name == "scan" and times is not None:
-            inner = times * int(eqn.params["length"])
-        elif name in ("while", "cond"):
+        if name in ("while", "cond"):
             inner = None
+        elif name == "scan" and times is not None:
+            inner = times * int(eqn.params["length"])
         for held in _inside(eqn):
             yield from _launches(held, inner)
 

@@ -34,7 +34,8 @@ class CompilerProcess:
 
     def answer(self, header: Header, blobs: list[bytearray]) -> tuple[Header, list[bytes]]:
         """What came of a request; the parent is told an exception's text."""
-        target = target_from_plain(header["target"])
+        gpu = header["target"]["gpu"]
+        target = Target(**{**header["target"], "gpu": gpu and GpuLimits(**gpu)})
         try:
             device = self._device(target)
         except Exception as error:  # noqa: BLE001  the parent says what is missing
@@ -75,16 +76,11 @@ class CompilerProcess:
         except Exception as error:  # noqa: BLE001  whatever the compiler says is the answer
             seconds = time.perf_counter() - start
             return {"refused": f"{type(error).__name__}: {error}", "seconds": seconds}
-        answer: Header = {
-            "seconds": time.perf_counter() - start,
-            "memory": _memory(compiled),
-            "cost": _cost(compiled),
-            "kernels": [],
-        }
-        if folder is not None:
-            read = read_tpu_dump if target.platform == "tpu" else read_cuda_dump
-            answer["kernels"] = [dataclasses.asdict(kernel) for kernel in read(folder)]
-        return answer
+        seconds = time.perf_counter() - start
+        read = read_tpu_dump if target.platform == "tpu" else read_cuda_dump
+        kernels = [] if folder is None else [dataclasses.asdict(one) for one in read(folder)]
+        cost, memory = _cost(compiled), _memory(compiled)
+        return {"seconds": seconds, "memory": memory, "cost": cost, "kernels": kernels}
 
 
 def _abstract(plain: list[Any], sharding: Any = None) -> jax.ShapeDtypeStruct:
@@ -116,12 +112,6 @@ def _cost(compiled: Any) -> dict[str, float]:
     found = found[0] if isinstance(found, list) else found
     wanted = {"flops": "flops", "bytes accessed": "bytes", "optimal_seconds": "optimal_seconds"}
     return {ours: float(found[name]) for name, ours in wanted.items() if name in (found or {})}
-
-
-def target_from_plain(plain: dict[str, Any]) -> Target:
-    """A target as it is sent, as `dataclasses.asdict` made it."""
-    gpu = plain["gpu"]
-    return Target(**{**plain, "gpu": None if gpu is None else GpuLimits(**gpu)})
 
 
 def reason_of(text: str) -> str:
