@@ -66,6 +66,11 @@ class Status:
 def status() -> Status:
     """What is there and what will be used. Builds nothing, loads nothing."""
     mode, compiler, problem = environment().NATIVE.read(), find_compiler(), _why_not_stored()
+    version = compiler if isinstance(compiler, str) else compiler.version
+    try:
+        where = folder()
+    except environment().NoHomeFolder:
+        where = pathlib.Path(environment().CACHE_DIR.read(), "native")
     found = {library.name: find(library) for library in declared_libraries()}
     files = {name: file for name, file in found.items() if file is not None}
     built = 0 < len(files) == len(declared_libraries())
@@ -73,21 +78,19 @@ def status() -> Status:
     if mode == "off":
         reason = "native kernels are turned off (EJKERNEL_NATIVE=off)"
     elif built:
-        reason = f"native kernels are built and used, from {folder()}"
+        reason = f"native kernels are built and used, from {where}"
     elif problem is not None:
         reason = problem
-    elif isinstance(compiler, str):
-        reason = f"native kernels are not built, and {compiler}"
     elif compiles:
-        reason = f"native kernels will be built on first use, with {compiler.version}"
+        reason = f"native kernels will be built on first use, with {version}"
     else:
-        reason = not_built_reason()
+        reason = not_built_reason(compiler)
     return Status(
         available=mode != "off" and (built or compiles),
         built=built,
         mode=mode,
-        compiler=compiler if isinstance(compiler, str) else compiler.version,
-        folder=_shown_folder(),
+        compiler=version,
+        folder=where,
         files=files,
         reason=reason,
     )
@@ -108,15 +111,10 @@ def _why_not_stored() -> str | None:
     )
 
 
-def _shown_folder() -> pathlib.Path:
-    try:
-        return folder()
-    except environment().NoHomeFolder:
-        return pathlib.Path(environment().CACHE_DIR.read(), "native")
-
-
-def not_built_reason() -> str:
-    """What to say when there is a compiler, but it may not be used unasked."""
+def not_built_reason(compiler: object) -> str:
+    """Why a library is not built: there is no compiler, or it may not be used unasked."""
+    if isinstance(compiler, str):
+        return f"native kernels are not built, and {compiler}"
     return (
         "native kernels are not built; build them with `ejkernel native build` "
         "(ejkernel.native.build()), or allow it on first use with EJKERNEL_NATIVE=auto"
@@ -163,21 +161,18 @@ def _build(library: Library, compiler: Compiler, place: PrivateFolder, name: str
     try:
         include = (INCLUDE, pathlib.Path(jax.ffi.include_dir()))
         said = compiler.compile(library.source, include, unfinished, _reached(place))
-        if said is not None:
-            raise BuildFailed(
-                f"native kernels of {library.name} cannot be compiled with "
-                f"{' '.join(compiler.command)} ({compiler.version}): {said}"
-            )
         try:
             with place.opened(unfinished, never=0) as descriptor:
                 if hasattr(os, "fchmod"):
                     os.fchmod(descriptor, 0o700)
                 os.fsync(descriptor)
         except (FileNotFoundError, ValueError) as error:
+            said = said or f"it wrote no library ({error})"
+        if said is not None:
             raise BuildFailed(
                 f"native kernels of {library.name} cannot be compiled with "
-                f"{' '.join(compiler.command)}: it wrote no library ({error})"
-            ) from error
+                f"{' '.join(compiler.command)} ({compiler.version}): {said}"
+            )
         place.move(unfinished, place, name)
     finally:
         place.remove(unfinished)

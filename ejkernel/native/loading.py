@@ -48,9 +48,7 @@ def unavailable(library: Library) -> str | None:
     commands = find_commands()
     if (mode == "auto" and not isinstance(commands, str)) or find_built(library) is not None:
         return None
-    if isinstance(commands, str):
-        return f"native kernels are not built, and {commands}"
-    return not_built_reason()
+    return not_built_reason(commands)
 
 
 def why_not(library: Library) -> str | None:
@@ -79,10 +77,8 @@ def _made_ready(library: Library, mode: str) -> str | None:
     file = find(library)
     if file is None:
         compiler = find_compiler()
-        if isinstance(compiler, str):
-            return f"native kernels are not built, and {compiler}"
-        if mode == "built":
-            return not_built_reason()
+        if isinstance(compiler, str) or mode == "built":
+            return not_built_reason(compiler)
         try:
             file = build_library(library)
         except BuildFailed as error:

@@ -107,8 +107,6 @@ class Bundle:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Bundle) and self._entries == other._entries
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         return f"Bundle({len(self)} entries)"
 

@@ -197,12 +197,11 @@ def _bytes_locked(file: str | os.PathLike[str], first: int, count: int) -> Itera
         yield True
         return
     descriptor = os.open(file, os.O_RDWR | getattr(os, "O_NONBLOCK", 0))
+    alone = False
     try:
-        alone = True
-        try:
+        with contextlib.suppress(OSError):
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, count, first)
-        except OSError:
-            alone = False
+            alone = True
         yield alone
     finally:
         os.close(descriptor)  # and with it the lock
