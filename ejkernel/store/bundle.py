@@ -356,12 +356,11 @@ class Shipped:
         for point in sorted(self._entry_points(), key=lambda point: (point.name, point.value)):
             origin = f"entry point {point.name} = {point.value}"
             match = _VALUE.fullmatch(point.value)
-            folder = None if match is None else _folder_of(match[1])
-            if match is None or folder is None:
+            if match is None or (folder := _folder_of(match[1])) is None:
                 reason = "there is no such package; the value is a package with *.json files"
                 self._add_problem(origin, reason)
-                continue
-            yield from self._files(BundleFile(folder / (match[2] or ""), origin))
+            else:
+                yield from self._files(BundleFile(folder / (match[2] or ""), origin))
 
     def _entry_points(self) -> Iterable[importlib.metadata.EntryPoint]:
         with contextlib.suppress(Exception):  # a damaged package, which may not concern us at all
@@ -397,8 +396,6 @@ def _folder_of(package: str) -> pathlib.Path | None:
         spec = importlib.util.find_spec(top)
     except Exception:  # noqa: BLE001  whoever looks for modules here may fail in any way
         return None
-    for location in (spec.submodule_search_locations or ()) if spec is not None else ():
-        folder = pathlib.Path(location).joinpath(*inside)
-        if folder.is_dir():
-            return folder
-    return None
+    locations = (spec.submodule_search_locations or ()) if spec is not None else ()
+    folders = (pathlib.Path(location).joinpath(*inside) for location in locations)
+    return next((folder for folder in folders if folder.is_dir()), None)

@@ -262,8 +262,7 @@ def _reason_against_link(path: pathlib.Path) -> str | None:
         return None
     if not _ours(link):
         return f"it is a link made by {_user(link.st_uid)}"
-    target = os.stat(path)
-    if _ours(target):
+    if _ours(target := os.stat(path)):
         return None
     return f"it is a link to {os.path.realpath(path)}, which belongs to {_user(target.st_uid)}"
 

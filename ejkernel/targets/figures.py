@@ -19,6 +19,7 @@ import struct
 import subprocess
 import tempfile
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 _SASS_BYTES = 16  # one machine instruction, from compute capability 7.0 on
 _PTXAS_SECONDS = 120.0
@@ -71,11 +72,9 @@ class KernelFigures:
     blocks: int | None = None
 
 
-def loop_from_plain(plain: dict[str, object]) -> Loop:
+def loop_from_plain(plain: dict[str, Any]) -> Loop:
     """What `dataclasses.asdict` made of a loop, back again."""
-    inner = plain["inner"]
-    assert isinstance(inner, (list, tuple))
-    return Loop(int(str(plain["own"])), tuple(loop_from_plain(loop) for loop in inner))
+    return Loop(int(plain["own"]), tuple(map(loop_from_plain, plain["inner"])))
 
 
 def loop_tree(count: int, ranges: Iterable[tuple[int, int]]) -> Loop:
@@ -127,19 +126,15 @@ def tpu_code(text: str) -> Loop:
     with the last bundle that is as deep as its first.
     """
     bundles = [(len(match[2]), match[1] == "LB") for match in _BUNDLE.finditer(text)]
-    ranges = []
-    for start, (depth, begins) in enumerate(bundles):
-        if not begins:
-            continue
-        end = start
-        for index in range(start + 1, len(bundles)):
-            other, starts = bundles[index]
-            if starts and other <= depth:
+    ends: dict[int, int] = {}
+    for start, depth in ((i, depth) for i, (depth, begins) in enumerate(bundles) if begins):
+        ends[start] = start
+        for index, (other, begins) in enumerate(bundles[start + 1 :], start + 1):
+            if begins and other <= depth:
                 break
             if other >= depth:
-                end = index
-        ranges.append((start, end))
-    return loop_tree(len(bundles), ranges)
+                ends[start] = index
+    return loop_tree(len(bundles), ends.items())
 
 
 def unit_shares(text: str) -> dict[str, float]:

@@ -23,8 +23,6 @@ from ..ops.tuner.isolation.worker import ANY_CUSTOM_CALL, Header, serve_parent
 from .catalog import GpuLimits, Target
 from .figures import read_cuda_dump, read_tpu_dump
 
-_MEMORY = ("argument", "output", "temp", "generated_code")
-
 
 class CompilerProcess:
     """Answers requests to compile; keeps the topologies it has made."""
@@ -101,17 +99,14 @@ def _exported(header: Header, platform: str, module: bytes) -> export.Exported:
 
 def _memory(compiled: Any) -> dict[str, int]:
     found = compiled.memory_analysis()
-    if found is None:
-        return {}
-    return {name: int(getattr(found, f"{name}_size_in_bytes")) for name in _MEMORY}
+    return {} if found is None else {"temp": int(found.temp_size_in_bytes)}
 
 
 def _cost(compiled: Any) -> dict[str, float]:
     """What the compiler itself says the optimised program costs; CUDA's says nothing."""
     found = compiled.cost_analysis()
-    found = found[0] if isinstance(found, list) else found
-    wanted = {"flops": "flops", "bytes accessed": "bytes", "optimal_seconds": "optimal_seconds"}
-    return {ours: float(found[name]) for name, ours in wanted.items() if name in (found or {})}
+    found = (found[0] if isinstance(found, list) else found) or {}
+    return {name: float(found[name]) for name in ("optimal_seconds",) if name in found}
 
 
 def reason_of(text: str) -> str:
