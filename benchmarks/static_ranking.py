@@ -79,7 +79,7 @@ def _cost(function, inv) -> dict[str, float]:
 
 
 def figures(kernel, inv, configs) -> dict[str, list[float]]:
-    result = targets.check_call(inv, target="cpu", configs=configs, jobs=1)
+    result = targets.check(inv, target="cpu", configs=configs, jobs=1)
     programs = [lower(kernel, inv, cfg, targets.find("cpu")) for cfg in configs]
     compiled = [_cost(function_maker(inv, kernel)(cfg), inv) for cfg in configs]
     return {

@@ -76,7 +76,8 @@ def check(
     targets = _targets(wanted, lower_only)
     import_modules(modules)
     found = operations_of(load(name).lower(), name)
-    from ..targets import TargetError, check_call, export
+    from ..targets import TargetError, export
+    from ..targets import check as check_call
 
     results: list[CheckResult] = []
     data: list[dict[str, Any]] = []

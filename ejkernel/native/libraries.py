@@ -1,10 +1,14 @@
-"""Libraries: their source, and what XLA may call in them. Operations declare theirs."""
+"""What the layers above hand in: the libraries of operations, and the settings of users.
+
+Nothing of `ejkernel.ops` is imported here: what is native is below it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import pathlib
+from typing import Any
 
 INCLUDE = pathlib.Path(__file__).resolve().parent / "include"
 
@@ -15,7 +19,7 @@ class Library:
 
     Args:
       name: what its file is called.
-      source: the file that is compiled; headers lie beside it and in `ejkernel/native/include`.
+      source: the file to compile; headers are next to it and in `ejkernel/native/include`.
       handlers: functions in it, which XLA knows by the same names.
     """
 
@@ -26,7 +30,8 @@ class Library:
     def files(self) -> list[pathlib.Path]:
         """Everything that is compiled into it, in a fixed order."""
         folders = (self.source.parent, INCLUDE)
-        return [f for folder in folders for f in sorted(folder.iterdir()) if f.suffix in _SOURCES]
+        suffixes = (".cc", ".h")
+        return [f for folder in folders for f in sorted(folder.iterdir()) if f.suffix in suffixes]
 
     def source_hash(self) -> str:
         """Changes with every change of the source."""
@@ -37,8 +42,8 @@ class Library:
         return digest.hexdigest()
 
 
-_SOURCES = (".cc", ".h")
 _declared: dict[str, Library] = {}
+_environment: list[Any] = []
 
 
 def declare(library: Library) -> Library:
@@ -50,3 +55,18 @@ def declare(library: Library) -> Library:
 def declared_libraries() -> tuple[Library, ...]:
     """Those of all operations that are imported; `ejkernel.modules` imports every one."""
     return tuple(_declared.values())
+
+
+def provide_environment(module: Any) -> None:
+    """Say where the settings are: `ejkernel.ops` hands in `ejkernel.ops.utils.environment`."""
+    _environment[:] = [module]
+
+
+def environment() -> Any:
+    """The module that reads the settings of this process."""
+    if not _environment:
+        raise RuntimeError(
+            "ejkernel.native does not know its settings and libraries yet; import ejkernel.modules "
+            "first"
+        )
+    return _environment[0]

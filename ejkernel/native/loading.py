@@ -8,13 +8,11 @@ import logging
 import os
 import pathlib
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from .libraries import Library, declared_libraries
-from .settings import environment
-from .state import (
+from .building import (
     BuildFailed,
     Status,
     build_library,
@@ -24,20 +22,14 @@ from .state import (
     open_library,
     status,
 )
+from .libraries import Library, declared_libraries, environment
 from .toolchain import find_commands, find_compiler
 
 logger = logging.getLogger(__name__)
 
 _lock = threading.Lock()
-_loaded: dict[str, Loaded] = {}
+_loaded: dict[str, tuple[str, tuple[str, ...]]] = {}  # file and handlers, by library
 _failed: dict[tuple[str, ...], str] = {}  # what was tried, and is not tried again
-
-
-class Loaded(NamedTuple):
-    """A library that this process can call: its file, and what XLA knows of it."""
-
-    file: str
-    handlers: tuple[str, ...]
 
 
 def unavailable(library: Library) -> str | None:
@@ -56,9 +48,7 @@ def unavailable(library: Library) -> str | None:
     commands = find_commands()
     if (mode == "auto" and not isinstance(commands, str)) or find_built(library) is not None:
         return None
-    if isinstance(commands, str):
-        return f"native kernels are not built, and {commands}"
-    return not_built_reason()
+    return not_built_reason(commands)
 
 
 def why_not(library: Library) -> str | None:
@@ -68,12 +58,11 @@ def why_not(library: Library) -> str | None:
     """
     with _lock:
         reason = unavailable(library)
-        if reason is not None or library.name in _loaded:
-            return reason
-        mode = environment().NATIVE.read()
-        reason = _made_ready(library, mode)
-        if reason is not None:
-            _failed[_attempt(library, mode)] = reason
+        if reason is None and library.name not in _loaded:
+            mode = environment().NATIVE.read()
+            reason = _made_ready(library, mode)
+            if reason is not None:
+                _failed[_attempt(library, mode)] = reason
         return reason
 
 
@@ -88,14 +77,12 @@ def _made_ready(library: Library, mode: str) -> str | None:
     file = find(library)
     if file is None:
         compiler = find_compiler()
-        if isinstance(compiler, str):
-            return f"native kernels are not built, and {compiler}"
-        if mode == "built":
-            return not_built_reason()
+        if isinstance(compiler, str) or mode == "built":
+            return not_built_reason(compiler)
         try:
             file = build_library(library)
         except BuildFailed as error:
-            # Without a home the store has said so already.
+            # Without a home folder the store has said so already.
             homeless = isinstance(error.__cause__, environment().NoHomeFolder)
             logger.log(logging.INFO if homeless else logging.WARNING, "%s", error)
             return str(error).splitlines()[0]
@@ -131,37 +118,32 @@ def load_built() -> None:
     called: an executable from another process, or from JAX's compilation cache.
     """
     with contextlib.suppress(environment().VariableError):  # first use says what is wrong with it
-        if environment().NATIVE.read() != "off":
-            _load_built()
-
-
-def _load_built() -> None:
-    if environment().CXX.read():
-        return  # it depends on that compiler, which would have to be asked
-    for library in declared_libraries():
-        with _lock:
-            file = find_built(library)
-            problem = None if file is None else load(library, file)
-        if problem is not None:
-            logger.debug("%s", problem)
+        if environment().NATIVE.read() == "off" or environment().CXX.read():
+            return  # with CXX it depends on that compiler, which would have to be asked
+        for library in declared_libraries():
+            with _lock:
+                file = find_built(library)
+                problem = None if file is None else load(library, file)
+            if problem is not None:
+                logger.debug("%s", problem)
 
 
 def load(library: Library, file: pathlib.Path) -> str | None:
     """Load a library's file and tell XLA of its handlers; None, or why that is not possible."""
-    return _load(library.name, Loaded(str(file), library.handlers))
+    return _load(library.name, str(file), library.handlers)
 
 
-def _load(name: str, library: Loaded) -> str | None:
+def _load(name: str, file: str, handlers: tuple[str, ...]) -> str | None:
     if name in _loaded:
         return None
     try:
-        functions = _opened(pathlib.Path(library.file))
-        handlers = {handler: getattr(functions, handler) for handler in library.handlers}
+        library = _opened(pathlib.Path(file))
+        functions = {handler: getattr(library, handler) for handler in handlers}
     except (OSError, ValueError, AttributeError) as error:
-        return f"the native library {library.file} cannot be loaded: {error}"
-    for handler, function in handlers.items():
+        return f"the native library {file} cannot be loaded: {error}"
+    for handler, function in functions.items():
         jax.ffi.register_ffi_target(handler, jax.ffi.pycapsule(function), platform="cpu")
-    _loaded[name] = library
+    _loaded[name] = file, handlers
     return None
 
 
@@ -183,19 +165,19 @@ def _opened(file: pathlib.Path) -> ctypes.CDLL:
 
 
 def loaded() -> dict[str, str]:
-    """The files in use by this process, by library."""
-    return {name: library.file for name, library in _loaded.items()}
+    """The files of the libraries that this process has loaded."""
+    return {name: file for name, (file, _) in _loaded.items()}
 
 
 def for_workers() -> dict[str, list[Any]]:
     """What a worker of this process must load too, as plain data for its `load_same`."""
-    return {name: [library.file, list(library.handlers)] for name, library in _loaded.items()}
+    return {name: [file, list(handlers)] for name, (file, handlers) in _loaded.items()}
 
 
 def load_same(libraries: dict[str, list[Any]]) -> None:
     """Load what another process of this user has loaded."""
     for name, (file, handlers) in libraries.items():
         with _lock:
-            problem = _load(name, Loaded(file, tuple(handlers)))
+            problem = _load(name, file, tuple(handlers))
         if problem is not None:
             raise RuntimeError(problem)

@@ -12,26 +12,17 @@ import shutil
 import subprocess
 from typing import Any
 
-from .settings import environment
+from .libraries import environment
 
 COMPILERS = ("c++", "g++", "clang++")
 SECONDS = 600.0
 """How long a compiler may take: a loaded machine needs a minute at most."""
 
 FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-march=native",
-    "-fPIC",
-    "-shared",
-    "-pthread",
-    "-fvisibility=hidden",
-    "-fno-exceptions",
-    "-fno-rtti",
+    *("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread"),
+    *("-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
     # Multiply and add in one instruction; nobody looks at errno or at the floating-point flags.
-    "-ffp-contract=fast",
-    "-fno-math-errno",
-    "-fno-trapping-math",
+    *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
 )
 
 
@@ -53,15 +44,7 @@ class Compiler:
         command = [*self.command, *FLAGS, *folders, str(source), "-o", output]
         private: dict[str, Any] = {"umask": 0o077} if os.name == "posix" else {}
         try:
-            done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=SECONDS,
-                cwd=where,
-                **private,
-            )
+            done = _run(command, SECONDS, cwd=where, **private)
         except subprocess.TimeoutExpired:
             return f"it was not done after {SECONDS:.0f} s"
         except OSError as error:
@@ -72,10 +55,13 @@ class Compiler:
         return "\n".join(said[:20]) or f"it ended with code {done.returncode}"
 
 
-Command = tuple[str, ...]
+def _run(command: list[str], seconds: float, **more: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, text=True, errors="replace", timeout=seconds, **more
+    )
 
 
-def find_commands() -> list[Command] | str:
+def find_commands() -> list[tuple[str, ...]] | str:
     """The commands that may start a compiler, the first choice first, or why there is none.
 
     That named by `CXX`, else those of c++, g++, clang++ that are on the `PATH`. None is started.
@@ -123,9 +109,7 @@ def _version(path: str) -> str | None:
 @functools.lru_cache(maxsize=16)
 def _ask_version(path: str, real: str, changed: int, size: int) -> str | None:
     try:
-        done = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, errors="replace", timeout=30
-        )
+        done = _run([path, "--version"], 30)
     except (OSError, subprocess.TimeoutExpired):
         return None
     lines = done.stdout.strip().splitlines()

@@ -14,10 +14,9 @@ import pathlib
 import stat
 import time
 import uuid
-from typing import Protocol
 
 from . import tables
-from .database import Database, new_file, open_file, open_server
+from .database import Database, open_file, open_server
 from .errors import (
     StoreDamaged,
     StoreError,
@@ -46,27 +45,7 @@ from .sqlite_file import (
 from .tables import bring_up_to_date, create_or_migrate
 
 
-class Backend(Protocol):
-    """What a new kind of database has to supply."""
-
-    def database(self, *, write: bool) -> Database | None:
-        """The open database; None if there is none yet and none is needed to read."""
-        ...
-
-    def is_current(self) -> bool:
-        """False if what was open is not the store any more: a write must be done again."""
-        ...
-
-    def recover(self, error: StoreError) -> bool:
-        """Put right what can be after an error; True if another attempt makes sense."""
-        ...
-
-    def close(self) -> None:
-        """Close it; the next use opens it again."""
-        ...
-
-
-def backend_of(location: Location, warn_once: WarnOnce) -> Backend:
+def backend_of(location: Location, warn_once: WarnOnce) -> FileBackend | ServerBackend:
     """The backend of a store; nothing is opened yet."""
     if isinstance(location, FolderLocation):
         return FileBackend(location, warn_once)
@@ -100,6 +79,7 @@ class FileBackend:
         self._open_file: _OpenFile | None = None
 
     def database(self, *, write: bool) -> Database | None:
+        """The open database; None if there is none yet and none is needed to read."""
         with self._store_errors():
             there = identity(self._location)
             if self._open_file is None or self._open_file.identity != there:
@@ -117,9 +97,11 @@ class FileBackend:
         return self._open_file.database
 
     def is_current(self) -> bool:
+        """False if what was open is not the store any more: a write must be done again."""
         return self._open_file is not None and self._open_file.identity == identity(self._location)
 
     def recover(self, error: StoreError) -> bool:
+        """Repair what can be repaired after an error; True if another attempt makes sense."""
         seen = None if self._open_file is None else self._open_file.identity
         self.close()
         with self._store_errors():
@@ -137,6 +119,7 @@ class FileBackend:
         return isinstance(error, (StoreGone, StoreForeignLog, StoreDamaged))
 
     def close(self) -> None:
+        """Close it; the next use opens it again."""
         if self._open_file is not None:
             self._open_file.close()
             self._open_file = None
@@ -159,8 +142,7 @@ class FileBackend:
             there = identity(self._location)
             if there is None:
                 raise StoreGone(f"{file} was removed a moment ago")
-            reason = _wrong_from_the_start(file, there)
-            if reason is not None:
+            if (reason := _wrong_from_the_start(file, there)) is not None:
                 raise StoreDamaged(f"{file} is damaged: {reason}")
             check_companions(file)
             if has_foreign_log(file, there):
@@ -185,15 +167,14 @@ class FileBackend:
             log = pathlib.Path(f"{self._location.file}-wal")
             if mode == "immutable" and log.exists() and log.stat().st_size > 0:
                 break
-            database = open_file(self._location, mode=mode)
+            database = open_file(self._location.file, mode=mode)
             try:
                 return database, database.read(tables.schema_of), refusal
-            except (StoreUnavailable, StoreReadOnly) as error:
+            except StoreError as error:
                 database.close()
+                if not isinstance(error, (StoreUnavailable, StoreReadOnly)):
+                    raise
                 refusal = refusal or StoreReadOnly(str(error))
-            except StoreError:
-                database.close()
-                raise
         if identity(self._location) is None:
             raise StoreGone(f"{self._location.file} was removed a moment ago")
         raise StoreUnavailable(f"{refusal}. Check who may read and write {self._location.folder}")
@@ -240,7 +221,8 @@ class FileBackend:
         finally:
             os.close(descriptor)
         journal = "DELETE" if on_network(folder) else "WAL"
-        with contextlib.closing(new_file(draft, str(self._location.file), journal=journal)) as new:
+        new = open_file(draft, shown=str(self._location.file), journal=journal)
+        with contextlib.closing(new):
             new.write(create_or_migrate)
 
 
@@ -284,8 +266,7 @@ def _set_aside(location: FolderLocation, seen: Identity | None) -> tuple[pathlib
         # must not take the store away from all of them.
         if seen is None or identity(location) != seen:
             return None
-        reason = _damage(location, seen)
-        if reason is None:
+        if (reason := _damage(location, seen)) is None:
             return None
         what = f"{location.file} is damaged ({reason}) and cannot be moved aside"
         with as_store_errors(what, "; move it away yourself"):
@@ -366,10 +347,9 @@ def _wrong_from_the_start(file: pathlib.Path, identity: Identity) -> str | None:
 
 def _damage(location: FolderLocation, identity: Identity) -> str | None:
     """What is wrong with the file of a store, or None if it is sound."""
-    reason = _wrong_from_the_start(location.file, identity)
-    if reason is not None:
+    if (reason := _wrong_from_the_start(location.file, identity)) is not None:
         return reason
-    with contextlib.closing(open_file(location)) as database:
+    with contextlib.closing(open_file(location.file)) as database:
         try:
             schema = database.read(tables.schema_of)
             is_todays = schema == tables.newest_schema()
@@ -388,7 +368,7 @@ REST = 30.0
 
 
 class ServerBackend:
-    """Connects when it is needed; makes its tables on the first write."""
+    """As `FileBackend`: connects when it is needed, and makes its tables on the first write."""
 
     def __init__(self, location: ServerLocation, warn_once: WarnOnce) -> None:
         self._location = location

@@ -7,6 +7,7 @@ an object only as the config class of the kernel that asks for it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
@@ -56,8 +57,14 @@ class Conflict:
     def __str__(self) -> str:
         device, op_id, call_key = self.key
         what = self.kept["about"].get("signature") or call_key
+
+        def brief(entry: StoredEntry) -> str:
+            about, config = entry["about"], json.dumps(entry["config"], sort_keys=True)
+            known = "when" in about and "where" in about
+            return f"{config} ({about['where']}, {about['when']})" if known else config
+
         return one_line(
-            f"{op_id}({what}) on {device}: kept {_brief(self.kept)} over {_brief(self.dropped)}: "
+            f"{op_id}({what}) on {device}: kept {brief(self.kept)} over {brief(self.dropped)}: "
             f"{self.reason}"
         )
 
@@ -99,8 +106,6 @@ class Bundle:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Bundle) and self._entries == other._entries
-
-    __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return f"Bundle({len(self)} entries)"
@@ -176,8 +181,11 @@ class Bundle:
         conflicts: list[Conflict] = []
         for other in others:
             for key, entry in other._entries.items():
-                held = merged.get(key)
-                merged[key] = entry if held is None else _better(key, held, entry, conflicts)
+                held = merged.setdefault(key, entry)
+                pair = (entry, held) if quality(entry) > quality(held) else (held, entry)
+                merged[key] = pair[0]
+                if entry["config"] != held["config"]:
+                    conflicts.append(Conflict(key, *pair, why_better(*pair)))
         return Bundle(merged.values()), conflicts
 
     def prune(self, drop: Callable[[StoredEntry], bool]) -> Bundle:
@@ -205,26 +213,16 @@ def quality(entry: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def why_better(kept: StoredEntry, dropped: StoredEntry) -> str:
     """Why one entry was preferred to another, in words."""
-    for reason, value in _CRITERIA:
-        if value(kept["about"]) != value(dropped["about"]):
-            return reason
-    return "both were measured equally well, and it was there first"
+    pairs = zip(_CRITERIA, quality(kept), quality(dropped), strict=True)
+    reasons = (criterion[0] for criterion, one, other in pairs if one != other)
+    return next(reasons, "both were measured equally well, and it was there first")
 
 
 def _tried(about: Mapping[str, Any]) -> int:
-    if isinstance(about.get("trials"), list):
-        return len(about["trials"])
-    tried = about.get("tried", 0)
+    trials, tried = about.get("trials"), about.get("tried")
+    if isinstance(trials, list):
+        return len(trials)
     return tried if isinstance(tried, int) else 0
-
-
-def _better(
-    key: BundleKey, held: StoredEntry, other: StoredEntry, conflicts: list[Conflict]
-) -> StoredEntry:
-    kept, dropped = (other, held) if quality(other) > quality(held) else (held, other)
-    if kept["config"] != dropped["config"]:
-        conflicts.append(Conflict(key, kept, dropped, why_better(kept, dropped)))
-    return kept
 
 
 # --- one entry -----------------------------------------------------------------------------------
@@ -275,12 +273,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _finite(item) for name, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _brief(entry: StoredEntry) -> str:
-    about = entry["about"]
-    where = f" ({about['where']}, {about['when']})" if "when" in about and "where" in about else ""
-    return json.dumps(entry["config"], sort_keys=True) + where
 
 
 # --- the bundles of this machine -----------------------------------------------------------------
@@ -335,11 +327,11 @@ class Shipped:
                 self._add_problem(file, error)
 
     def find(self, key: BundleKey) -> tuple[StoredEntry, BundleFile] | None:
-        """The entry of a key, and where it comes from; one that was measured comes first."""
+        """The first of `all_of`, or None."""
         return next(iter(self.all_of(key)), None)
 
     def all_of(self, key: BundleKey) -> list[tuple[StoredEntry, BundleFile]]:
-        """The entries of a key in all bundles, in order; those that were measured come first."""
+        """The entries of a key, each with its file; those that were measured come first."""
         entries = [(bundle.get(key), file) for file, bundle in self.bundles]
         there = [(entry, file) for entry, file in entries if entry is not None]
         return sorted(there, key=lambda pair: bool(pair[0]["about"].get("estimated")))
@@ -364,26 +356,23 @@ class Shipped:
         for point in sorted(self._entry_points(), key=lambda point: (point.name, point.value)):
             origin = f"entry point {point.name} = {point.value}"
             match = _VALUE.fullmatch(point.value)
-            folder = None if match is None else _folder_of(match[1])
-            if match is None or folder is None:
+            if match is None or (folder := _folder_of(match[1])) is None:
                 reason = "there is no such package; the value is a package with *.json files"
                 self._add_problem(origin, reason)
-                continue
-            yield from self._files(BundleFile(folder / (match[2] or ""), origin))
+            else:
+                yield from self._files(BundleFile(folder / (match[2] or ""), origin))
 
     def _entry_points(self) -> Iterable[importlib.metadata.EntryPoint]:
-        try:
+        with contextlib.suppress(Exception):  # a damaged package, which may not concern us at all
             return importlib.metadata.entry_points(group=GROUP)
-        except Exception:  # noqa: BLE001  a damaged package, which may have nothing to do with us
-            return list(self._entry_points_one_by_one())
-
-    def _entry_points_one_by_one(self) -> Iterator[importlib.metadata.EntryPoint]:
-        for package in importlib.metadata.distributions():
+        points: list[importlib.metadata.EntryPoint] = []
+        for package in importlib.metadata.distributions():  # then one by one
             try:
-                yield from package.entry_points.select(group=GROUP)
+                points += package.entry_points.select(group=GROUP)
             except Exception as error:  # noqa: BLE001
                 what = f"the installed package {getattr(package, '_path', package)}"
                 self._add_problem(what, f"its entry points cannot be read: {error}")
+        return points
 
     def _files(self, given: BundleFile) -> Iterator[BundleFile]:
         """A file as it is given, or the `*.json` files of a folder."""
@@ -407,8 +396,6 @@ def _folder_of(package: str) -> pathlib.Path | None:
         spec = importlib.util.find_spec(top)
     except Exception:  # noqa: BLE001  whoever looks for modules here may fail in any way
         return None
-    for location in (spec.submodule_search_locations or ()) if spec is not None else ():
-        folder = pathlib.Path(location).joinpath(*inside)
-        if folder.is_dir():
-            return folder
-    return None
+    locations = (spec.submodule_search_locations or ()) if spec is not None else ()
+    folders = (pathlib.Path(location).joinpath(*inside) for location in locations)
+    return next((folder for folder in folders if folder.is_dir()), None)

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from sqlalchemy.pool import NullPool, QueuePool
 
 from .errors import StoreBusy, StoreError, meaning, message_of
-from .location import FolderLocation, ServerLocation
+from .location import ServerLocation
 from .sqlite_file import connect, deadline, leave_mark
 
 T = TypeVar("T")
@@ -21,7 +21,6 @@ Transaction = Callable[[sa.Connection], T]
 
 _ONE_WAIT = 0.2
 """Seconds that SQLite waits by itself; `Database` then tries again while there is patience."""
-
 
 _ONE_CONNECTION: dict[str, Any] = {"poolclass": QueuePool, "pool_size": 1, "max_overflow": 0}
 
@@ -35,9 +34,9 @@ class Database:
 
     def __init__(self, engine: sa.Engine, shown: str, scrub: Callable[[str], str] = str) -> None:
         self._engine = engine
+        self._is_server = engine.dialect.name != "sqlite"
         # SQLite shows a reader one state anyway; a server does when asked to.
-        server = engine.dialect.name != "sqlite"
-        self._reading = {"isolation_level": "REPEATABLE READ"} if server else {}
+        self._reading = {"isolation_level": "REPEATABLE READ"} if self._is_server else {}
         self._shown = shown
         self._scrub = scrub
 
@@ -62,11 +61,12 @@ class Database:
                     options = {"ejkernel_writes": True} if writes else self._reading
                     connection = connection.execution_options(**options)
                     with connection.begin():
-                        if not writes or connection.dialect.name != "sqlite":
+                        if not writes or self._is_server:
                             return transaction(connection)
-                        before = _changes(connection)
+                        driver: Any = connection.connection.driver_connection
+                        before = driver.total_changes
                         done = transaction(connection)
-                        if _changes(connection) != before:
+                        if driver.total_changes != before:
                             leave_mark(connection)
                         return done
             except (sa.exc.SQLAlchemyError, sqlite3.Error) as error:
@@ -84,32 +84,17 @@ class Database:
                 time.sleep(random.uniform(0.001, 0.02))
 
 
-def _changes(connection: sa.Connection) -> int:
-    """How many rows an SQLite connection has changed since it was opened."""
-    return int(connection.connection.driver_connection.total_changes)  # type: ignore[union-attr]
-
-
 # --- SQLite --------------------------------------------------------------------------------------
 
 
-def open_file(location: FolderLocation, *, mode: str = "rw") -> Database:
-    """The database in an existing file: `mode` is `rw`, `ro`, or `immutable` (nobody writes)."""
-    return Database(_sqlite_engine(location.file, mode), str(location.file))
+def open_file(
+    file: pathlib.Path, *, mode: str = "rw", shown: str = "", journal: str = ""
+) -> Database:
+    """The database in a file that exists already: opening never creates one.
 
-
-def new_file(draft: pathlib.Path, shown: str, *, journal: str) -> Database:
-    """The database in a file that exists and is still empty."""
-    engine = _sqlite_engine(draft, "rw")
-
-    def set_journal(connection: Any, record: object) -> None:
-        connection.execute(f"PRAGMA journal_mode = {journal}")  # the file remembers it
-
-    sa.event.listen(engine, "connect", set_journal)
-    return Database(engine, shown)
-
-
-def _sqlite_engine(file: pathlib.Path, mode: str) -> sa.Engine:
-    """An engine for a file that exists already: opening never creates one."""
+    `mode` is `rw`, `ro`, or `immutable` (nobody writes). A file that is still empty is given a
+    `journal` mode, and is `shown` by the name that it will have.
+    """
 
     def create() -> sqlite3.Connection:
         connection = connect(file, mode, _ONE_WAIT)
@@ -119,6 +104,7 @@ def _sqlite_engine(file: pathlib.Path, mode: str) -> sa.Engine:
             "foreign_keys = ON",
             "synchronous = FULL",  # what was acknowledged survives a power cut too
             "cell_size_check = ON",
+            *([f"journal_mode = {journal}"] if journal else ()),  # the file remembers it
         ):
             connection.execute(f"PRAGMA {pragma}")
         return connection
@@ -127,7 +113,7 @@ def _sqlite_engine(file: pathlib.Path, mode: str) -> sa.Engine:
     pool: dict[str, Any] = {"poolclass": NullPool} if mode == "immutable" else _ONE_CONNECTION
     engine = sa.create_engine("sqlite://", creator=create, **pool)
     sa.event.listen(engine, "begin", _begin_sqlite)
-    return engine
+    return Database(engine, shown or str(file))
 
 
 def _begin_sqlite(connection: sa.Connection) -> None:
@@ -149,10 +135,7 @@ def open_server(location: ServerLocation) -> Database:
     """The database behind a URL. Nothing is connected yet."""
     defaults = {k: v for k, v in _SERVER_DEFAULTS.items() if k not in location.url.query}
     engine = sa.create_engine(
-        location.url,
-        connect_args=defaults,
-        hide_parameters=True,
-        **_ONE_CONNECTION,
+        location.url, connect_args=defaults, hide_parameters=True, **_ONE_CONNECTION
     )
     sa.event.listen(engine, "connect", _prepare_server)
     return Database(engine, location.shown, location.scrub)

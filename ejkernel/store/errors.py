@@ -75,28 +75,18 @@ class WarnOnce:
 RUNS_SOMETHING = "it has views or triggers, which no store has, and they are not run; move it away"
 """What to say where SQLite says that something is not authorised: see `sqlite_file.connect`."""
 
-_MEANING: tuple[tuple[str, type[StoreError]], ...] = (
-    ("SQLITE_BUSY", StoreBusy),
-    ("SQLITE_LOCKED", StoreBusy),
-    ("SQLITE_PROTOCOL", StoreBusy),
-    ("SQLITE_CORRUPT", StoreDamaged),
-    ("SQLITE_NOTADB", StoreDamaged),
-    ("SQLITE_READONLY_DBMOVED", StoreGone),
-    ("SQLITE_READONLY", StoreReadOnly),
-    ("SQLITE_FULL", StoreFull),
-    ("SQLITE_IOERR_WRITE", StoreFull),
-    ("SQLITE_IOERR_FSYNC", StoreFull),
-    ("SQLITE_IOERR_TRUNCATE", StoreFull),
-    ("SQLITE_IOERR_SHMSIZE", StoreFull),
-    ("42501", StoreReadOnly),  # insufficient privilege
-    ("25006", StoreReadOnly),  # read-only transaction: a standby
-    ("42P01", StoreGone),  # no such table
-    ("55P03", StoreBusy),  # lock not available
-    ("57014", StoreBusy),  # cancelled: it took too long
-    ("53100", StoreFull),
-    ("40", StoreBusy),  # serialisation failure, deadlock
-)
-"""By how SQLite's name of an error, or a server's SQLSTATE, starts."""
+_MEANING: dict[type[StoreError], tuple[str, ...]] = {
+    StoreGone: ("SQLITE_READONLY_DBMOVED", "42P01"),  # no such table
+    StoreReadOnly: ("SQLITE_READONLY", "42501", "25006"),  # no privilege; a standby server
+    # Lock not available, cancelled because it took too long, serialisation failure or deadlock.
+    StoreBusy: ("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_PROTOCOL", "55P03", "57014", "40"),
+    StoreDamaged: ("SQLITE_CORRUPT", "SQLITE_NOTADB"),
+    StoreFull: (
+        *("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_FSYNC", "SQLITE_IOERR_TRUNCATE"),
+        *("SQLITE_IOERR_SHMSIZE", "53100"),
+    ),
+}
+"""By how SQLite's name of an error, or a server's SQLSTATE, starts; the first match counts."""
 
 
 def meaning(error: BaseException) -> type[StoreError]:
@@ -105,7 +95,8 @@ def meaning(error: BaseException) -> type[StoreError]:
     name = getattr(original, "sqlite_errorname", None) or getattr(original, "sqlstate", None) or ""
     if name == "SQLITE_ERROR" and "no such table" in str(original):
         return StoreDamaged
-    return next((kind for start, kind in _MEANING if name.startswith(start)), StoreUnavailable)
+    kinds = (kind for kind, starts in _MEANING.items() if name.startswith(starts))
+    return next(kinds, StoreUnavailable)
 
 
 def message_of(error: BaseException) -> str:

@@ -111,7 +111,13 @@ def _from_url(text: str) -> Location:
             "the password are percent-encoded (urllib.parse.quote(password, safe=''))"
         )
     if url.get_backend_name() == "sqlite":
-        return _sqlite_file(url)
+        if not url.database or url.database == ":memory:" or url.query:
+            raise ValueError(
+                "PersistentCache: an SQLite URL names a file and has no parameters, as in "
+                "sqlite:////home/me/configs.sqlite3; for configs in memory use ConfigCache"
+            )
+        file = expanded(url.database)
+        return FolderLocation(file.parent, file.name)
     if url.drivername != "postgresql+psycopg":
         raise ValueError(
             f"PersistentCache: the URL {scheme}://… names a database that is not supported; use a "
@@ -123,16 +129,6 @@ def _from_url(text: str) -> Location:
             "pip install 'ejkernel[postgres]'"
         )
     return _server(url)
-
-
-def _sqlite_file(url: Any) -> FolderLocation:
-    if not url.database or url.database == ":memory:" or url.query:
-        raise ValueError(
-            "PersistentCache: an SQLite URL names a file and has no parameters, as in "
-            "sqlite:////home/me/configs.sqlite3; for configs in memory use ConfigCache"
-        )
-    file = expanded(url.database)
-    return FolderLocation(file.parent, file.name)
 
 
 def _server(url: Any) -> ServerLocation:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import pathlib
 import stat
@@ -25,6 +26,7 @@ from .reading import LARGEST, READ_ONLY, not_regular, read_descriptor
 _POSIX = os.name == "posix"  # elsewhere folders cannot be opened, and paths have to do
 _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | getattr(os, "O_BINARY", 0)
 
 
 class FolderRefused(OSError):
@@ -49,18 +51,15 @@ class PrivateFolder:
         folder above it is not, and other kinds of `OSError`.
         """
         folder = pathlib.Path(path).absolute()
-        reason = _reason_against_parent(folder, shared=False)
-        if reason is not None:
+        if (reason := _reason_against_parent(folder, shared=False)) is not None:
             raise _refused(folder, reason)
         if create:
             make_private(folder)
         if not _POSIX:
-            if not folder.is_dir():
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+            os.listdir(folder)  # raises if it is not there
             return cls(folder, None)
-        link = os.lstat(folder)
-        if stat.S_ISLNK(link.st_mode) and not _ours(link):
-            raise _refused(folder, f"it is a link made by {_user(link.st_uid)}")
+        if (reason := _reason_against_link(folder)) is not None:
+            raise _refused(folder, reason)
         return cls._checked(folder, os.open(folder, _FOLDER))
 
     def inner(self, name: str, *, create: bool = False) -> Self:
@@ -89,15 +88,11 @@ class PrivateFolder:
     @classmethod
     def _checked(cls, path: pathlib.Path, descriptor: int) -> Self:
         status = os.fstat(descriptor)
-        reason = None
-        if not _ours(status):
-            reason = f"it belongs to {_user(status.st_uid)}"
-        elif status.st_mode & stat.S_IWOTH:
-            reason = "everyone may write in it"
-        if reason is None:
+        if _ours(status) and not status.st_mode & stat.S_IWOTH:
             return cls(path, descriptor)
         os.close(descriptor)
-        raise _refused(path, reason)
+        owner = f"it belongs to {_user(status.st_uid)}"
+        raise _refused(path, "everyone may write in it" if _ours(status) else owner)
 
     def close(self) -> None:
         """Close the descriptor; the folder must not be used afterwards."""
@@ -144,8 +139,7 @@ class PrivateFolder:
             raise
         try:
             status = os.fstat(descriptor)
-            irregular = not_regular(status)
-            if irregular is not None:
+            if (irregular := not_regular(status)) is not None:
                 raise ValueError(irregular)
             if not _ours(status):
                 raise _refused(self.path / name, f"it belongs to {_user(status.st_uid)}")
@@ -164,15 +158,11 @@ class PrivateFolder:
     def write(self, name: str, data: bytes) -> None:
         """Write a file that only its owner may read: whole, or not at all."""
         temporary = f".writing-{uuid.uuid4().hex}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW | getattr(os, "O_BINARY", 0)
-        descriptor = os.open(self._name(temporary), flags, 0o600, dir_fd=self.descriptor)
+        descriptor = os.open(self._name(temporary), _NEW, 0o600, dir_fd=self.descriptor)
         try:
-            with os.fdopen(descriptor, "wb") as stream:
-                if _POSIX:
-                    os.fchmod(stream.fileno(), 0o600)
-                stream.write(data)
-                stream.flush()
-                os.fsync(stream.fileno())
+            if _POSIX:
+                os.fchmod(descriptor, 0o600)
+            _write_durably(descriptor, data)
             self.move(temporary, self, name)
         except BaseException:
             self.remove(temporary)
@@ -210,12 +200,10 @@ def make_private(folder: pathlib.Path, descriptor: int | None = None) -> None:
 
     With the `descriptor` of an open folder, `folder` is a name in that.
     """
-    if descriptor is not None:
-        missing = [folder]
-    else:
-        missing = [folder, *folder.parents]
-        there = next((i for i, path in enumerate(missing) if os.path.lexists(path)), 0)
-        missing = missing[:there]
+    missing = [folder]
+    if descriptor is None:
+        above = itertools.takewhile(lambda path: not os.path.lexists(path), folder.parents)
+        missing = [] if os.path.lexists(folder) else [folder, *above]
     for path in reversed(missing):
         try:
             os.mkdir(path, 0o700, dir_fd=descriptor)
@@ -235,9 +223,10 @@ def why_not_writable(folder: pathlib.Path) -> str | None:
     return None if os.access(there, os.W_OK | os.X_OK) else f"{there} may not be written"
 
 
-def _refused(path: pathlib.Path, why: str) -> FolderRefused:
-    return FolderRefused(
-        f"{path} is not used: {why}. Remove it, or set EJKERNEL_CACHE_DIR to a folder of your own"
+def _refused(path: pathlib.Path, why: str, kind: type[OSError] = FolderRefused) -> OSError:
+    return kind(
+        f"{path} is not used: {why}. Remove it, or give a folder of your own: EJKERNEL_CACHE_DIR, "
+        "or PersistentCache(path)"
     )
 
 
@@ -250,26 +239,21 @@ def check_owner(location: FolderLocation) -> None:
     Refused are links that someone else made, what a link of one's own leads to if it belongs to
     someone else, and folders of someone else in which everyone may write.
     """
-    if not hasattr(os, "geteuid"):
-        return
+    for path, reason in _reasons_against(location):
+        if reason is not None:
+            raise _refused(path, reason, StoreRefused)
+
+
+def _reasons_against(location: FolderLocation) -> Iterator[tuple[pathlib.Path, str | None]]:
     folder = location.folder
-    if os.path.lexists(folder):
+    if hasattr(os, "geteuid") and os.path.lexists(folder):
         for path in (folder, location.file):
             with contextlib.suppress(FileNotFoundError, PermissionError):
-                _refuse(path, _reason_against_link(path))
+                yield path, _reason_against_link(path)
         status = os.stat(folder)
-        if not _ours(status, root=False) and status.st_mode & stat.S_IWOTH:
-            owner = _user(status.st_uid)
-            _refuse(folder, f"it belongs to {owner} and everyone may write in it")
-    _refuse(folder, _reason_against_parent(folder))
-
-
-def _refuse(path: pathlib.Path, reason: str | None) -> None:
-    if reason is not None:
-        raise StoreRefused(
-            f"{path} is not used: {reason}. Give a folder of your own: PersistentCache(path), or "
-            "EJKERNEL_CACHE_DIR"
-        )
+        if status.st_uid != os.geteuid() and status.st_mode & stat.S_IWOTH:
+            yield folder, f"it belongs to {_user(status.st_uid)} and everyone may write in it"
+    yield folder, _reason_against_parent(folder)
 
 
 def _reason_against_link(path: pathlib.Path) -> str | None:
@@ -278,8 +262,7 @@ def _reason_against_link(path: pathlib.Path) -> str | None:
         return None
     if not _ours(link):
         return f"it is a link made by {_user(link.st_uid)}"
-    target = os.stat(path)
-    if _ours(target):
+    if _ours(target := os.stat(path)):
         return None
     return f"it is a link to {os.path.realpath(path)}, which belongs to {_user(target.st_uid)}"
 
@@ -308,11 +291,9 @@ def _reason_against_parent(folder: pathlib.Path, *, shared: bool = True) -> str 
     return f"the folder {parent} above it belongs to {owner}, who may replace what is in it"
 
 
-def _ours(status: os.stat_result, root: bool = True) -> bool:
+def _ours(status: os.stat_result) -> bool:
     """True if something belongs to this user, or to root, who can do everything anyway."""
-    if not hasattr(os, "geteuid"):
-        return True
-    return status.st_uid == os.geteuid() or (root and status.st_uid == 0)
+    return not hasattr(os, "geteuid") or status.st_uid in (os.geteuid(), 0)
 
 
 def _user(uid: int) -> str:
@@ -334,15 +315,20 @@ def write_whole(file: pathlib.Path, text: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".writing-{uuid.uuid4().hex}")
     try:
-        with open(temporary, "x", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
+        _write_durably(os.open(temporary, _NEW, 0o666), text.encode())
         os.replace(temporary, file)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     flush_folder(file.parent)
+
+
+def _write_durably(descriptor: int, data: bytes) -> None:
+    """Write to a descriptor, which is closed, and wait for the disk."""
+    with os.fdopen(descriptor, "wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def flush_folder(folder: pathlib.Path) -> None:

@@ -8,13 +8,13 @@ that says what is wrong, and never anything else.
 
 from __future__ import annotations
 
+import collections
 import json
 import math
 import os
 import re
 import reprlib
 import stat
-from collections.abc import Callable
 from typing import Any
 
 LARGEST = 64 * 2**20
@@ -29,14 +29,14 @@ MOST_OBJECTS = 2_000_000
 READ_ONLY = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 """How a file is opened to be read, without waiting for the other end of a pipe."""
 
-_KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-    (stat.S_ISLNK, "a link"),
-)
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFLNK: "a link",
+}
 _STRING = re.compile(r'"[^"]*"')
 _BRACKETS = re.compile(r"[^\[\]{}]+")
 
@@ -58,7 +58,7 @@ def not_regular(status: os.stat_result) -> str | None:
     """What a path leads to if that is no regular file, in words."""
     if stat.S_ISREG(status.st_mode):
         return None
-    kind = next((name for test, name in _KINDS if test(status.st_mode)), "something else")
+    kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
     return f"it is {kind}, not a regular file"
 
 
@@ -71,11 +71,8 @@ def read_regular(path: str | os.PathLike[str], *, limit: int = LARGEST) -> bytes
     reason = not_regular(os.stat(path))  # not opened for this: opening a device may do something
     if reason is not None:
         raise ValueError(reason)
-    descriptor = os.open(path, READ_ONLY)
-    try:
-        return read_descriptor(descriptor, limit=limit)
-    finally:
-        os.close(descriptor)
+    with open(path, "rb", buffering=0, opener=lambda path, _: os.open(path, READ_ONLY)) as file:
+        return read_descriptor(file.fileno(), limit=limit)
 
 
 def read_descriptor(descriptor: int, *, limit: int = LARGEST) -> bytes:
@@ -142,8 +139,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) == len(pairs):
         return value
-    seen: set[str] = set()
-    twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+    [(twice, _)] = collections.Counter(name for name, _ in pairs).most_common(1)
     raise ValueError(f"an object has the name {shown(twice)} twice")
 
 

@@ -12,7 +12,7 @@ import json
 import re
 import socket
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from .errors import StoreError
@@ -27,15 +27,17 @@ LARGEST_VALUE = 8 * 2**20
 NOT_TRIED = "not tried"
 """The verdict that says nothing: it never takes the place of one that does."""
 
-_TEXTS = ("signature", "measured", "incomplete", "source", "when", "where")
-_NUMBERS = ("seconds", "heuristic_seconds")
-_OBJECTS = ("call", "versions")
-_KINDS: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys((*_TEXTS, "clock", "target"), str),
-    **dict.fromkeys((*_NUMBERS, "took"), (int, float)),
-    **dict.fromkeys(_OBJECTS, dict),
+_COLUMNS: dict[str, type] = {
+    **dict.fromkeys(("signature", "measured", "incomplete", "source", "when", "where"), str),
+    **dict.fromkeys(("seconds", "heuristic_seconds"), float),
+    **dict.fromkeys(("call", "versions"), dict),
+}
+"""What is known about an entry and has a column of its own; a number may be whole too."""
+
+_KINDS: dict[str, type] = {
+    **_COLUMNS,
+    **{"clock": str, "target": str, "took": float, "tried": int},
     **dict.fromkeys(("trials", "ranked", "refused", "notes"), list),
-    "tried": int,
 }
 
 
@@ -80,8 +82,9 @@ def to_columns(key: StoreKey) -> Columns:
     return columns
 
 
-def from_columns(device: str, op_id: str, call_key: str) -> StoreKey:
-    """The key of a row."""
+def key_of(row: Mapping[str, Any]) -> StoreKey:
+    """The key of a row. Raises `ValueError` if the row is damaged."""
+    device, op_id, call_key = (_value(row, name, str) for name in Columns._fields)
     if device == _TEXT_KEY:
         return _plain(call_key)
     return (_plain(device), _plain(op_id), _plain(call_key))
@@ -114,12 +117,9 @@ def entry_row(
         "config": _json(config, nan=False),
         "config_type": storable(config_type),
     }
-    for name in _TEXTS:
-        row[name] = storable(rest.pop(name)) if isinstance(rest.get(name), str) else None
-    for name in _NUMBERS:
-        row[name] = float(rest.pop(name)) if _is_number(rest.get(name)) else None
-    for name in _OBJECTS:
-        row[name] = _json(rest.pop(name)) if isinstance(rest.get(name), dict) else None
+    stored: dict[type, Callable[[Any], Any]] = {str: storable, float: float, dict: _json}
+    for name, kind in _COLUMNS.items():
+        row[name] = stored[kind](rest.pop(name)) if _is_of(kind, rest.get(name)) else None
     # These two always have a value, also if the caller gave something else than text.
     row["when"] = row["when"] or now()
     row["where"] = row["where"] or ""
@@ -133,12 +133,13 @@ def wrong_about(name: str, value: Any) -> bool:
     >>> wrong_about("seconds", "fast"), wrong_about("seconds", 0.1), wrong_about("mine", [1])
     (True, False, False)
     """
-    kind = _KINDS.get(name)
-    if kind is None or value is None:
-        return False
-    if kind in (int, (int, float)):
-        return not _is_number(value) or (kind is int and (type(value) is not int or value < 0))
-    return not isinstance(value, kind)
+    return name in _KINDS and value is not None and not _is_of(_KINDS[name], value)
+
+
+def _is_of(kind: type, value: Any) -> bool:
+    if kind is int:
+        return type(value) is int and value >= 0 and _is_number(value)
+    return _is_number(value) if kind is float else isinstance(value, kind)
 
 
 def sound_about(about: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,9 +149,8 @@ def sound_about(about: Mapping[str, Any]) -> dict[str, Any]:
 
 def entry_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """An entry as plain data, from its row. Raises `ValueError` if the row is damaged."""
-    columns = [*((name, str) for name in _TEXTS), *((name, float) for name in _NUMBERS)]
-    columns += [(name, dict) for name in _OBJECTS]
-    about = {name: _value(row, name, kind) for name, kind in columns if row[name] is not None}
+    stored = {name: kind for name, kind in _COLUMNS.items() if row[name] is not None}
+    about = {name: _value(row, name, kind) for name, kind in stored.items()}
     return {
         "key": key_of(row),
         # A config says `{"$float": "nan"}`: a bare one would make a bundle that nobody can read.
@@ -158,11 +158,6 @@ def entry_of(row: Mapping[str, Any]) -> dict[str, Any]:
         "config_type": _value(row, "config_type", str),
         "about": {**about, **_value(row, "about", dict)},
     }
-
-
-def key_of(row: Mapping[str, Any]) -> StoreKey:
-    """The key of a row."""
-    return from_columns(*(_value(row, name, str) for name in Columns._fields))
 
 
 def origin(about: Mapping[str, Any]) -> str:
@@ -203,14 +198,12 @@ def _trial_rows(records: Iterable[Any], origin: str, when: str) -> list[dict[str
 
 def trial_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """A trial as plain data, from its row. Raises `ValueError` if the row is damaged."""
+    kinds = {"verdict": str, "samples_ns": list, "reason": str, "when": str}
     return {
         **_value(row, "about", dict),
         "config": _parsed(row["config"], "config"),
-        "verdict": _value(row, "verdict", str),
         "seconds": None if row["seconds"] is None else _value(row, "seconds", float),
-        "samples_ns": _value(row, "samples_ns", list),
-        "reason": _value(row, "reason", str),
-        "when": _value(row, "when", str),
+        **{name: _value(row, name, kind) for name, kind in kinds.items()},
     }
 
 

@@ -197,12 +197,11 @@ def _bytes_locked(file: str | os.PathLike[str], first: int, count: int) -> Itera
         yield True
         return
     descriptor = os.open(file, os.O_RDWR | getattr(os, "O_NONBLOCK", 0))
+    alone = False
     try:
-        alone = True
-        try:
+        with contextlib.suppress(OSError):
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, count, first)
-        except OSError:
-            alone = False
+            alone = True
         yield alone
     finally:
         os.close(descriptor)  # and with it the lock
@@ -211,15 +210,6 @@ def _bytes_locked(file: str | os.PathLike[str], first: int, count: int) -> Itera
 def nobody_uses(file: pathlib.Path) -> contextlib.AbstractContextManager[bool]:
     """Stop every SQLite from opening a file; False if one of another process has it open."""
     return _bytes_locked(file, 0x40000002, 510)  # locked for as long as a file is open
-
-
-def log_in_use(file: pathlib.Path) -> bool:
-    """True if another process uses the log next to a file, or at least has it open."""
-    try:
-        with _bytes_locked(f"{file}-shm", 128, 1) as alone:  # locked for as long as a log is used
-            return not alone
-    except OSError:
-        return False
 
 
 # --- marks, and the log --------------------------------------------------------------------------
@@ -278,8 +268,11 @@ def log_is_foreign(file: pathlib.Path, identity: Identity, alone: bool) -> bool:
     """As `has_foreign_log`, for whoever knows whether another process has the file open."""
     if any(known != identity and path == str(file) for known, path in _open):
         return True  # this process still has the file open that was here before
-    # If nobody has the file open, whoever uses the log has another one open.
-    return (alone and log_in_use(file)) or foreign_log(file) is not None
+    if alone:  # nobody has the file open, so whoever uses the log has another one open
+        with contextlib.suppress(OSError), _bytes_locked(f"{file}-shm", 128, 1) as unused:
+            if not unused:  # these bytes are locked for as long as a log is used
+                return True
+    return foreign_log(file) is not None
 
 
 def foreign_log(file: pathlib.Path) -> str | None:
@@ -288,25 +281,24 @@ def foreign_log(file: pathlib.Path) -> str | None:
     None too if that cannot be told: if a log says nothing, or one of them cannot be read. To be
     called when SQLite has not the file open in this process, as it opens it.
     """
-    for suffix, marks_of in (("-wal", wal_marks), ("-journal", journal_marks)):
+    for suffix in ("-wal", "-journal"):
         with contextlib.suppress(OSError):
             for _ in range(10):  # others may be at work: what is read has to be of one moment
                 with _reader(file) as read, _reader(f"{file}{suffix}") as read_log:
                     mark, start = header_mark(read(_HEADER, 0)), read_log(32, 0)
-                    marks = list(marks_of(read_log))
+                    marks = list(log_marks(read_log))
                     same = mark == header_mark(read(_HEADER, 0)) and start == read_log(32, 0)
                 if same:
                     break
-            if same and mark is not None and marks and not _belongs(mark, marks, suffix):
+            if not same or mark is None or not marks:
+                continue
+            if suffix == "-journal":  # it holds what was there before; the file may be ahead
+                own = marks[0].state in mark
+            else:  # the file is where the log began, or as far as it was merged
+                own = mark.state in (marks[0].before, *(each.state for each in marks))
+            if not own:
                 return suffix
     return None
-
-
-def _belongs(mark: Mark, marks: list[Mark], suffix: str) -> bool:
-    if suffix == "-journal":  # it holds what was there before; the file may be ahead of that
-        return marks[0].state in mark
-    # The file is where the log began, or as far as it was merged.
-    return mark.state == marks[0].before or any(mark.state == each.state for each in marks)
 
 
 def header_mark(page: bytes) -> Mark | None:
@@ -320,40 +312,32 @@ def header_mark(page: bytes) -> Mark | None:
     return Mark(*struct.unpack_from(">I", page, 60), *struct.unpack_from(">I", page, 68))
 
 
-def wal_marks(read: ReadAt) -> Iterator[Mark]:
-    """The marks of all states in a write-ahead log, in order."""
+def log_marks(read: ReadAt) -> Iterator[Mark]:
+    """The marks in a log, in order: of all states in a write-ahead log, and in a rollback journal
+    that of the state it would restore.
+
+    Both are a header and records, which hold the number of a page and the page. SQLite does not use
+    what is not like that either, and stops at a page 0.
+    """
     start = read(32, 0)
-    if len(start) < 32 or struct.unpack_from(">I", start)[0] not in _WAL_MAGIC:
-        return  # SQLite does not use it either
-    size, salts = struct.unpack_from(">I", start, 8)[0], start[16:24]
-    if not 512 <= size <= 65536:
+    if len(start) == 32 and struct.unpack_from(">I", start)[0] in _WAL_MAGIC:
+        offset, before, after, salts = 32, 24, 0, start[16:24]
+        (size,) = struct.unpack_from(">I", start, 8)
+    elif len(start) >= 28 and start[:8] == _JOURNAL_MAGIC:
+        offset, size = struct.unpack_from(">II", start, 20)
+        before, after, salts = 4, 4, b""
+    else:
         return
-    offset = 32
-    while len(frame := read(24 + _HEADER, offset)) == 24 + _HEADER and frame[8:16] == salts:
-        page, mark = struct.unpack_from(">I", frame)[0], header_mark(frame[24:])
-        if page == 0:  # there is no such page: SQLite stops here too
-            return
+    if not 512 <= size <= 65536 or not 28 <= offset <= 65536:
+        return
+    length = before + _HEADER
+    while len(record := read(length, offset)) == length and record[8:].startswith(salts):
+        (page,), mark = struct.unpack_from(">I", record), header_mark(record[before:])
         if page == 1 and mark is not None:
             yield mark
-        offset += 24 + size
-
-
-def journal_marks(read: ReadAt) -> Iterator[Mark]:
-    """The mark of the state that a rollback journal would restore, if it holds the first page."""
-    start = read(28, 0)
-    if len(start) < 28 or start[:8] != _JOURNAL_MAGIC:
-        return
-    sector, size = struct.unpack_from(">II", start, 20)
-    if not 512 <= size <= 65536 or not 28 <= sector <= 65536:
-        return
-    offset = sector
-    while len(record := read(4 + _HEADER, offset)) == 4 + _HEADER:
-        page, mark = struct.unpack_from(">I", record)[0], header_mark(record[4:])
-        if page == 1 and mark is not None:
-            yield mark
-        if page < 2:  # there is no page 0: SQLite stops there too
+        if page == 0 or (page == 1 and not salts):  # a journal holds the first page once
             return
-        offset += 8 + size
+        offset += before + size + after
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import rows
 from .errors import StoreBusy, StoreError, StoreGone, WarnOnce
@@ -20,10 +20,7 @@ from .rows import StoreKey, to_columns
 from .sqlite_file import hurried, identity
 
 if TYPE_CHECKING:
-    import sqlalchemy as sa
-
-    from .backends import Backend
-    from .database import Database
+    from .backends import FileBackend, ServerBackend
 
 T = TypeVar("T")
 
@@ -41,42 +38,33 @@ class Store:
         self._slot = _Slot()
         self._was_busy = False  # when it was read last
         self._lock = threading.RLock()  # one thread at a time; forking waits for it too
-        _watch_forks(self)
+        with _stores_lock:
+            _stores.add(self)
         weakref.finalize(self, self._slot.close)
 
     # --- reading ---------------------------------------------------------------------------------
 
     def entry(self, key: StoreKey) -> dict[str, Any] | None:
         """What is stored under a key, without its trials: one row is read."""
-        try:
-            columns = to_columns(key)
-        except ValueError:  # a key that cannot be stored is not there
-            return None
-        row = self._read(lambda c: _tables().find_entry(c, columns), None)
+        row = self._read_key("find_entry", None, key)
         return None if row is None else self._sound(rows.entry_of, row, str(key))
 
     def trials(self, key: StoreKey) -> list[dict[str, Any]]:
         """Every candidate of a key with its time or its error, the oldest first."""
-        try:
-            columns = to_columns(key)
-        except ValueError:
-            return []
-        stored: list[Any] = self._read(lambda c: _tables().find_trials(c, columns), [])
+        stored = self._read_key("find_trials", [], key)
         return self._all_sound(rows.trial_of, stored, f"a trial of {key}")
 
     def list_keys(self) -> list[StoreKey]:
         """All keys, the oldest first."""
-        return self._all_sound(
-            rows.key_of, self._read(lambda c: _tables().find_keys(c), []), "a key"
-        )
+        return self._all_sound(rows.key_of, self._read("find_keys", []), "a key")
 
     def count(self) -> int:
         """How many entries there are."""
-        return self._read(lambda c: _tables().count(c), 0)
+        return int(self._read("count", 0))
 
     def related(self, limit: int = 200, **columns: str) -> list[dict[str, Any]]:
         """Entries with these `device`, `op_id`, `call_key`; `matmul@v*` stands for any ending."""
-        stored: list[Any] = self._read(lambda c: _tables().find_related(c, columns, limit), [])
+        stored = self._read("find_related", [], columns, limit)
         return self._all_sound(rows.entry_of, stored, "an entry")
 
     # --- writing ---------------------------------------------------------------------------------
@@ -88,20 +76,16 @@ class Store:
         measured from the same source, in the same way, with the same compilers.
         """
         row, trials = rows.entry_row(key, config, config_type, about)
-        origin = rows.origin(about)
-        self._write(lambda c: _tables().put(c, row, trials, origin))
+        with self._lock:
+            self._attempt("put", None, row, trials, rows.origin(about), write=True)
 
     def remove(self, key: StoreKey) -> bool:
         """Remove the entry of a key with its trials; False if there was none."""
-        columns = to_columns(key)
-        if not self._holds_something():
-            return False
-        return self._write(lambda c: bool(_tables().remove(c, columns)))
+        return bool(self._change("remove", to_columns(key)))
 
     def clear(self) -> None:
         """Remove every entry."""
-        if self._holds_something():
-            self._write(lambda c: _tables().clear(c))
+        self._change("clear")
 
     def check(self, *, write: bool = False) -> None:
         """Raise the `StoreError` that reading, or writing, would meet; nothing if all is well.
@@ -110,12 +94,8 @@ class Store:
         that does not exist is made.
         """
         with self._lock:
-            if write:
-                self._attempt(lambda database: database.write(lambda _: None), None, write=True)
-            elif not self._is_empty():
-                self._attempt(
-                    lambda database: database.read(lambda c: _tables().count(c)), 0, write=False
-                )
+            if write or not self._is_empty():
+                self._attempt("count", 0, write=write)
 
     def close(self) -> None:
         """Close what is open; the next use opens it again."""
@@ -124,14 +104,27 @@ class Store:
 
     # --- how -------------------------------------------------------------------------------------
 
-    def _read(self, transaction: Callable[[sa.Connection], T], otherwise: T) -> T:
+    def _change(self, query: str, *given: Any) -> Any:
+        """Change what is there; nothing if there is no store, which is not made for that."""
+        with self._lock:
+            there = not self._is_empty() and self._attempt("schema_of", None) is not None
+            return self._attempt(query, None, *given, write=True) if there else None
+
+    def _read_key(self, query: str, otherwise: Any, key: StoreKey) -> Any:
+        try:
+            columns = to_columns(key)
+        except ValueError:  # a key that cannot be stored is not there
+            return otherwise
+        return self._read(query, otherwise, columns)
+
+    def _read(self, query: str, otherwise: Any, *given: Any) -> Any:
         try:
             with self._lock:
                 if self._slot.backend is None and self._is_empty():
                     return otherwise
                 # Every call that is traced reads: one that is locked for good costs one wait.
                 with hurried(self._was_busy):
-                    done = self._attempt(lambda d: d.read(transaction), otherwise, write=False)
+                    done = self._attempt(query, otherwise, *given)
                 self._was_busy = False
                 return done
         except StoreError as error:
@@ -139,28 +132,22 @@ class Store:
             self.warn_once(type(error), f"going on without it: {error}")
             return otherwise
 
-    def _write(self, transaction: Callable[[sa.Connection], T]) -> T:
-        with self._lock:
-            done = self._attempt(lambda database: database.write(transaction), None, write=True)
-        return cast(T, done)  # what is written to is never absent
-
-    def _holds_something(self) -> bool:
-        """True if there is a store: removing from one that is not there must not make it."""
-        with self._lock:
-            return not self._is_empty() and self._attempt(lambda _: True, False, write=False)
-
-    def _attempt(self, act: Callable[[Database], T], otherwise: T, *, write: bool) -> T:
+    def _attempt(self, query: str, otherwise: Any, *given: Any, write: bool = False) -> Any:
+        """What a function of `tables` gives; `otherwise` if there is nothing to read."""
         if self._slot.backend is None:
             from .backends import backend_of
 
             self._slot.backend = backend_of(self.location, self.warn_once)
+        from . import tables
+
         backend = self._slot.backend
         for last in (False, False, True):  # a second recovery may follow from the first
             try:
                 database = backend.database(write=write)
                 if database is None:
                     return otherwise
-                done = act(database)
+                run = database.write if write else database.read
+                done = run(lambda connection: getattr(tables, query)(connection, *given))
                 if not write or backend.is_current():
                     return done
             except StoreError as error:
@@ -184,16 +171,10 @@ class Store:
             return None
 
 
-def _tables() -> Any:
-    from . import tables
-
-    return tables
-
-
 class _Slot:
     """What a store has open: apart from the store, so that it can be closed when that is gone."""
 
-    backend: Backend | None = None
+    backend: FileBackend | ServerBackend | None = None
 
     def close(self) -> None:
         if self.backend is not None:
@@ -205,18 +186,6 @@ class _Slot:
 _stores: weakref.WeakSet[Store] = weakref.WeakSet()
 _stores_lock = threading.Lock()
 _paused: list[Store] = []
-_watching = False
-
-
-def _watch_forks(store: Store) -> None:
-    global _watching
-    with _stores_lock:
-        _stores.add(store)
-        if not _watching and hasattr(os, "register_at_fork"):
-            os.register_at_fork(
-                before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork
-            )
-            _watching = True
 
 
 def _before_fork() -> None:
@@ -233,3 +202,9 @@ def _after_fork() -> None:
     while _paused:
         _paused.pop()._lock.release()
     _stores_lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork
+    )

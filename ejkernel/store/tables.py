@@ -21,65 +21,43 @@ from .rows import NOT_TRIED, Columns
 
 metadata = sa.MetaData()
 
-_number = sa.BigInteger().with_variant(sa.Integer, "sqlite")  # SQLite counts in INTEGER only
+
+def _texts(*names: str, nullable: bool = False) -> list[sa.Column[str]]:
+    return [sa.Column(name, sa.Text, nullable=nullable) for name in names]
+
+
+def _table(name: str, *columns: Any) -> sa.Table:
+    number = sa.BigInteger().with_variant(sa.Integer, "sqlite")  # SQLite counts in INTEGER only
+    return sa.Table(name, metadata, sa.Column("id", number, primary_key=True), *columns)
+
 
 meta = sa.Table(
-    "ejkernel_meta",
-    metadata,
-    sa.Column("name", sa.Text, primary_key=True),
-    sa.Column("value", sa.Text, nullable=False),
+    "ejkernel_meta", metadata, sa.Column("name", sa.Text, primary_key=True), *_texts("value")
 )
 
-entries = sa.Table(
+entries = _table(
     "ejkernel_entries",
-    metadata,
-    sa.Column("id", _number, primary_key=True),
-    sa.Column("device", sa.Text, nullable=False),
-    sa.Column("op_id", sa.Text, nullable=False),
-    sa.Column("call_key", sa.Text, nullable=False),
-    sa.Column("config", sa.Text, nullable=False),
-    sa.Column("config_type", sa.Text, nullable=False),
-    sa.Column("signature", sa.Text),
-    sa.Column("call", sa.Text),
-    sa.Column("measured", sa.Text),
+    *_texts("device", "op_id", "call_key", "config", "config_type"),
+    *_texts("signature", "call", "measured", nullable=True),
     sa.Column("seconds", sa.Double),
     sa.Column("heuristic_seconds", sa.Double),
-    sa.Column("incomplete", sa.Text),
-    sa.Column("source", sa.Text),
-    sa.Column("versions", sa.Text),
-    sa.Column("when", sa.Text, nullable=False),
-    sa.Column("where", sa.Text, nullable=False),
-    sa.Column("about", sa.Text, nullable=False),
+    *_texts("incomplete", "source", "versions", nullable=True),
+    *_texts("when", "where", "about"),
     # In this order it also answers "the same operation, other calls" and "… other devices".
     sa.UniqueConstraint("op_id", "call_key", "device", name="ejkernel_entries_key"),
 )
 
-trials = sa.Table(
+trials = _table(
     "ejkernel_trials",
-    metadata,
-    sa.Column("id", _number, primary_key=True),
-    sa.Column(
-        "entry_id",
-        _number,
-        sa.ForeignKey("ejkernel_entries.id", ondelete="CASCADE"),
-        nullable=False,
-    ),
-    sa.Column("candidate", sa.Text, nullable=False),
-    sa.Column("origin", sa.Text, nullable=False),
-    sa.Column("config", sa.Text, nullable=False),
-    sa.Column("verdict", sa.Text, nullable=False),
+    sa.Column("entry_id", sa.ForeignKey("ejkernel_entries.id", ondelete="CASCADE"), nullable=False),
+    *_texts("candidate", "origin", "config", "verdict"),
     sa.Column("seconds", sa.Double),
-    sa.Column("samples_ns", sa.Text, nullable=False),
-    sa.Column("reason", sa.Text, nullable=False),
-    sa.Column("when", sa.Text, nullable=False),
-    sa.Column("about", sa.Text, nullable=False),
+    *_texts("samples_ns", "reason", "when", "about"),
     sa.UniqueConstraint("entry_id", "candidate", name="ejkernel_trials_candidate"),
 )
 
 
 # --- migrations ----------------------------------------------------------------------------------
-
-Migration = Callable[[sa.Connection], None]
 
 _MIGRATION_LOCK = 0x656A6B65726E  # any number that other programs do not use: "ejkern"
 
@@ -93,7 +71,7 @@ def create_tables(connection: sa.Connection) -> None:
     metadata.create_all(connection)
 
 
-MIGRATIONS: list[Migration] = [create_tables]
+MIGRATIONS: list[Callable[[sa.Connection], None]] = [create_tables]
 
 
 def newest_schema() -> int:
@@ -212,14 +190,13 @@ def count(connection: sa.Connection) -> int:
 
 def find_related(connection: sa.Connection, conditions: Mapping[str, str], limit: int) -> list[Row]:
     """Entries with these column values; a value that ends with `*` stands for any ending."""
-    statement = sa.select(entries).limit(limit)
-    for name, value in conditions.items():
-        column = entries.c[name]
-        if value.endswith("*"):
-            statement = statement.where(column.startswith(value[:-1], autoescape=True))
-        else:
-            statement = statement.where(column == value)
-    return _rows(connection.execute(statement))
+    wanted = [
+        entries.c[name].startswith(value[:-1], autoescape=True)
+        if value.endswith("*")
+        else entries.c[name] == value
+        for name, value in conditions.items()
+    ]
+    return _rows(connection.execute(sa.select(entries).where(*wanted).limit(limit)))
 
 
 def put(connection: sa.Connection, row: Row, trial_rows: Sequence[Row], origin: str) -> None:

@@ -8,31 +8,24 @@ Nothing of a compiler is imported in this process: programs are lowered here and
 processes of their own. `docs/targets.md` tells the whole story.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from .catalog import GpuLimits, Target, TargetError, find, names
 
 if TYPE_CHECKING:
-    from .availability import Availability, Available, available
-    from .checking import Check, CheckResult, check, check_call
-    from .compiler import stop_workers
-    from .exporting import export
-    from .pruning import StaticPruner
+    from .checking import Check, CheckResult, check
+    from .compiler import Availability, Available, available, stop_workers
+    from .pruning import StaticPruner, export
     from .ranking import Estimate
 
-_HOMES = {
-    "Availability": "availability",
-    "Available": "availability",
-    "available": "availability",
-    "Check": "checking",
-    "CheckResult": "checking",
-    "check": "checking",
-    "check_call": "checking",
-    "stop_workers": "compiler",
-    "export": "exporting",
-    "StaticPruner": "pruning",
-    "Estimate": "ranking",
+_LAZY = {
+    "checking": ("Check", "CheckResult", "check"),
+    "compiler": ("Availability", "Available", "available", "stop_workers"),
+    "pruning": ("StaticPruner", "export"),
+    "ranking": ("Estimate",),
 }
+"""By module: loaded when used, because importing this package starts and imports little."""
 
 __all__ = [
     "Availability",
@@ -46,7 +39,6 @@ __all__ = [
     "TargetError",
     "available",
     "check",
-    "check_call",
     "export",
     "find",
     "names",
@@ -55,9 +47,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:  # loaded when used: importing this package starts and imports little
-        import importlib
-
-        module = importlib.import_module(f".{_HOMES[name]}", __name__)
-        return getattr(module, name)
+    for module, names_there in _LAZY.items():
+        if name in names_there:
+            return getattr(importlib.import_module(f".{module}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

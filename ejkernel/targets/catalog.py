@@ -93,9 +93,7 @@ class Target:
     def device_fingerprint(self) -> str:
         """What `ejkernel.ops.device_fingerprint()` gives on such a device."""
         device = self.device
-        if device is None:
-            return _fingerprint_of_this_cpu()
-        return device_fingerprint(device)
+        return _fingerprint_of_this_cpu() if device is None else device_fingerprint(device)
 
     @property
     def gpu_target_config(self) -> str:
@@ -131,6 +129,25 @@ def _fingerprint_of_this_cpu() -> str:
     return device_fingerprint(jax.local_devices(backend="cpu")[0])
 
 
+def _cuda(
+    name: str,
+    device_name: str,
+    major: int,
+    cores: int,
+    shared_kib: int,
+    l2_mib: int,
+    memory_gib: int,
+    clock_ghz: float,
+    bandwidth: float,
+) -> Target:
+    """A CUDA target; of a multiprocessor's shared memory a block has all but 1 KiB."""
+    shared, memory = shared_kib * KIB, memory_gib * 1024 * MIB
+    gpu = GpuLimits(
+        major, 0, cores, shared - KIB, shared, l2_bytes=l2_mib * MIB, memory_bytes=memory
+    )
+    return Target(name, "cuda", device_name, gpu=gpu, clock_ghz=clock_ghz, bandwidth=bandwidth)
+
+
 # Names of TPU devices are those that libtpu's topologies report. Clocks and bandwidths are the
 # published ones; they scale an estimate of one target and never change the order of its configs,
 # except where a config is bound by memory.
@@ -140,36 +157,9 @@ _TARGETS = (
     Target("tpu-v5p", "tpu", "TPU v5", "v5p:2x2x1", clock_ghz=1.75, bandwidth=2.77e12),
     Target("tpu-v6e", "tpu", "TPU v6 lite", "v6e:2x2", clock_ghz=1.75, bandwidth=1.64e12),
     Target("tpu-v7x", "tpu", "TPU7x", "tpu7x:2x2x1", clock_ghz=1.9, bandwidth=3.7e12),
-    Target(
-        "cuda-sm80",
-        "cuda",
-        "NVIDIA A100-SXM4-80GB",
-        gpu=GpuLimits(
-            8, 0, 108, 163 * KIB, 164 * KIB, l2_bytes=40 * MIB, memory_bytes=80 * 1024 * MIB
-        ),
-        clock_ghz=1.41,
-        bandwidth=2.039e12,
-    ),
-    Target(
-        "cuda-sm90",
-        "cuda",
-        "NVIDIA H100 80GB HBM3",
-        gpu=GpuLimits(
-            9, 0, 132, 227 * KIB, 228 * KIB, l2_bytes=50 * MIB, memory_bytes=80 * 1024 * MIB
-        ),
-        clock_ghz=1.98,
-        bandwidth=3.352e12,
-    ),
-    Target(
-        "cuda-sm100",
-        "cuda",
-        "NVIDIA B200",
-        gpu=GpuLimits(
-            10, 0, 148, 227 * KIB, 228 * KIB, l2_bytes=126 * MIB, memory_bytes=180 * 1024 * MIB
-        ),
-        clock_ghz=1.965,
-        bandwidth=7.7e12,
-    ),
+    _cuda("cuda-sm80", "NVIDIA A100-SXM4-80GB", 8, 108, 164, 40, 80, 1.41, 2.039e12),
+    _cuda("cuda-sm90", "NVIDIA H100 80GB HBM3", 9, 132, 228, 50, 80, 1.98, 3.352e12),
+    _cuda("cuda-sm100", "NVIDIA B200", 10, 148, 228, 126, 180, 1.965, 7.7e12),
     Target("cpu", "cpu"),
 )
 TARGETS: dict[str, Target] = {target.name: target for target in _TARGETS}

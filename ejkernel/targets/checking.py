@@ -17,9 +17,10 @@ from .catalog import Target, TargetError, find
 from .compiler import compile_all, require
 from .lowering import Program, lower, require_implementation, standing_on
 from .ranking import Estimate, estimate
-from .worker import one_line
+from .worker import reason_of
 
 COMPILE_SECONDS = 120.0
+_HEADER = ("config", "compile", "memory", "registers, spills", "flops", "bytes", "estimate", "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,27 +126,18 @@ class CheckResult(Displayed):
             f"{self.invocation.full_op_id}({self.invocation.signature}) for {self.target.name} "
             f"({self.key.device}): {len(self.feasible)} of {len(self)} compile"
         )
-        header = (
-            "config",
-            "compile",
-            "memory",
-            "registers, spills",
-            "flops",
-            "bytes",
-            "estimate",
-            "",
-        )
         rows = [_row(entry, best) for entry in (*self.feasible, *self.infeasible)]
         remark = "estimates compare configs of this call; they are not measurements"
         notes = () if best is None else (remark,)
-        return Shown(title, header, rows, right=(1, 2, 3, 4, 5, 6), notes=notes)
+        return Shown(title, _HEADER, rows, right=(1, 2, 3, 4, 5, 6), notes=notes)
 
     def __str__(self) -> str:
         return as_text(self._shown())
 
 
 def check(
-    kernel: Kernel[Any, Any],
+    call: Kernel[Any, Any] | Invocation[Any, Any],
+    /,
     *args: Any,
     target: str | Target,
     configs: Iterable[Any] | None = None,
@@ -157,8 +149,9 @@ def check(
     """Lower and compile every config of a kernel for a device, which need not be here.
 
     Args:
-      kernel: what to check; the implementation that would run on the device is compiled.
-      args: its arguments; shapes (`jax.ShapeDtypeStruct`) will do.
+      call: the kernel to check; the implementation that would run on the device is compiled. Or an
+        `Invocation` of it (see `ejkernel.ops.get_invocations`), which has its arguments.
+      args: the kernel's arguments; shapes (`jax.ShapeDtypeStruct`) will do.
       target: a name (see `targets.names()`) or a `Target`.
       configs: to check instead of the kernel's candidates for that device.
       compile: False only lowers, which needs nothing installed and finds errors of block shapes.
@@ -166,26 +159,9 @@ def check(
       jobs: compilers at work at the same time; default: one per two cores.
       kwargs: the kernel's keywords.
     """
-    return check_call(
-        kernel.bind(*args, **kwargs),
-        target=target,
-        configs=configs,
-        compile=compile,
-        seconds=seconds,
-        jobs=jobs,
-    )
-
-
-def check_call(
-    inv: Invocation[Any, Any],
-    *,
-    target: str | Target,
-    configs: Iterable[Any] | None = None,
-    compile: bool = True,
-    seconds: float = COMPILE_SECONDS,
-    jobs: int | None = None,
-) -> CheckResult:
-    """The same for a call that is known as an `Invocation` (see `ejkernel.ops.get_invocations`)."""
+    if isinstance(call, Invocation) and (args or kwargs):
+        raise TypeError("check: an Invocation has its arguments, and takes no others")
+    inv = call if isinstance(call, Invocation) else call.bind(*args, **kwargs)
     goal = find(target)
     kernel = inv.kernel
     if kernel is None:
@@ -203,19 +179,16 @@ def check_call(
     inv = dataclasses.replace(inv.abstract(), metadata={"device": goal.device_fingerprint})
     with standing_on(goal):
         listed = kernel.candidates(inv) if configs is None else list(configs)
-        inv.key  # noqa: B018  computed here, where it is that of the target, and kept
+        inv.key  # noqa: B018  computed here, where it is that of the target, and cached
     if not listed:
         raise ValueError(f"check: configs is empty; nothing to check for {kernel.full_op_id}")
     listed = [kernel.check_config_class(cfg, "configs holds") for cfg in listed]
     programs = [_lowered(kernel, inv, cfg, goal) for cfg in listed]
     ready = [program for program in programs if isinstance(program, Program)]
-    answers: Iterator[dict[str, Any] | None] = (
-        iter(compile_all(goal, ready, seconds=seconds, jobs=jobs))
-        if compile
-        else iter([None] * len(ready))
-    )
+    none: list[dict[str, Any] | None] = [None] * len(ready)
+    answers = iter(compile_all(goal, ready, seconds=seconds, jobs=jobs) if compile else none)
     entries = [
-        Check(cfg, False, one_line(program), program)
+        Check(cfg, False, reason_of(program), program)
         if isinstance(program, str)
         else _entry(goal, cfg, program, next(answers))
         for cfg, program in zip(listed, programs, strict=True)
@@ -235,7 +208,7 @@ def _lowered(
         return lower(kernel, inv, cfg, target)
     except TargetError:
         raise
-    except Exception as error:  # noqa: BLE001  a config may fail in any way: kept as data
+    except Exception as error:  # noqa: BLE001  a config may fail in any way: that is data
         return f"{type(error).__name__}: {error}"
 
 
@@ -246,35 +219,29 @@ def _entry(target: Target, cfg: Any, program: Program, answer: dict[str, Any] | 
     cached = bool(answer.get("cached"))
     if "refused" in answer:
         text = answer["refused"]
-        return Check(cfg, False, one_line(text), text, answer["seconds"], cached, **known)
+        return Check(cfg, False, reason_of(text), text, answer["seconds"], cached, **known)
     kernels = answer["kernels"]
+
+    def figures(name: str) -> list[int]:
+        return [kernel[name] for kernel in kernels if kernel[name] is not None]
+
+    def most(name: str) -> int | None:
+        return max(figures(name), default=None)
+
     return Check(
         cfg,
         True,
         seconds=answer["seconds"],
         cached=cached,
-        vmem_bytes=_most(kernels, "vmem_bytes"),
-        shared_bytes=_most(kernels, "shared_bytes"),
-        registers=_most(kernels, "registers"),
-        spilled_bytes=_sum(kernels, "spilled_bytes"),
+        vmem_bytes=most("vmem_bytes"),
+        shared_bytes=most("shared_bytes"),
+        registers=most("registers"),
+        spilled_bytes=sum(figures("spilled_bytes")) if figures("spilled_bytes") else None,
         temporary_bytes=answer["memory"].get("temp"),
         estimate=estimate(target, program, answer),
         kernels=tuple(kernels),
         **known,
     )
-
-
-def _figures(kernels: list[dict[str, Any]], name: str) -> list[int]:
-    return [kernel[name] for kernel in kernels if kernel[name] is not None]
-
-
-def _most(kernels: list[dict[str, Any]], name: str) -> int | None:
-    return max(_figures(kernels, name), default=None)
-
-
-def _sum(kernels: list[dict[str, Any]], name: str) -> int | None:
-    found = _figures(kernels, name)
-    return sum(found) if found else None
 
 
 def _rank(entry: Check) -> tuple[float, float]:
@@ -291,7 +258,7 @@ def _row(entry: Check, best: Estimate | None) -> tuple[str, ...]:
     memory = entry.vmem_bytes if entry.vmem_bytes is not None else entry.shared_bytes
     registers = "" if entry.registers is None else str(entry.registers)
     if entry.spilled_bytes:
-        registers = f"{registers} +{_size(entry.spilled_bytes)}".strip()
+        registers = f"{registers} +{_scaled(entry.spilled_bytes, _BYTES, 'B')}".strip()
     estimated, remark = "", entry.reason
     if entry.estimate is not None:
         estimated = f"{entry.estimate.seconds * 1e3:.4g} ms"
@@ -301,27 +268,22 @@ def _row(entry: Check, best: Estimate | None) -> tuple[str, ...]:
     took = "" if entry.seconds is None else f"{entry.seconds:.2f} s"
     return (
         brief(entry.cfg),
-        f"{took} (kept)" if entry.cached else took,
-        "" if memory is None else _size(memory),
+        f"{took} (cached)" if entry.cached else took,
+        _scaled(memory, _BYTES, "B"),
         registers,
-        _count(entry.flops),
-        "" if entry.bytes is None else _size(entry.bytes),
+        _scaled(entry.flops, _THOUSANDS),
+        _scaled(entry.bytes, _BYTES, "B"),
         estimated,
         remark if entry.compiles else f"does not compile: {remark}",
     )
 
 
-def _size(count: int) -> str:
-    for limit, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if count >= limit:
-            return f"{count / limit:.4g} {unit}"
-    return f"{count} B"
+_BYTES = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+_THOUSANDS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 
 
-def _count(count: int | None) -> str:
+def _scaled(count: int | None, units: tuple[tuple[int, str], ...], one: str = "") -> str:
     if count is None:
         return ""
-    for limit, unit in ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
-        if count >= limit:
-            return f"{count / limit:.4g} {unit}"
-    return str(count)
+    size, unit = next((unit for unit in units if count >= unit[0]), (1, one))
+    return f"{count / size:.4g} {unit}".rstrip()

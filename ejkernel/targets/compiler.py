@@ -1,15 +1,15 @@
-"""Compilers in processes of their own: one pool per platform, limits, and a cache on disk."""
+"""Compilers: which ones are installed, their processes, and a cache of what they answered."""
 
 from __future__ import annotations
 
 import atexit
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
 import importlib.metadata
 import json
 import os
-import queue
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -18,22 +18,18 @@ from typing import TYPE_CHECKING
 from ..ops.tuner.isolation.process import START_SECONDS, Process, WorkerLost, WorkerUnavailable
 from ..ops.tuner.isolation.worker import Header
 from ..ops.utils import environment
+from ..ops.utils.display import text_table
 from ..ops.utils.stable import short_hash
 from ..store.private import PrivateFolder
 from ..store.reading import parse_json
-from .catalog import Target, TargetError
+from .catalog import TARGETS, Target, TargetError
 from .figures import find_ptxas
 
 if TYPE_CHECKING:
     from .lowering import Program
 
 FORMAT = 1  # of what a worker answers: raise it when a figure is read differently
-_MODULE = "ejkernel.targets.worker"
-_PACKAGES = {
-    "tpu": ("libtpu",),
-    "cuda": ("jax-cuda13-plugin", "jax-cuda13-pjrt"),
-    "cpu": (),
-}
+_PACKAGES = {"tpu": ("libtpu",), "cuda": ("jax-cuda13-plugin", "jax-cuda13-pjrt"), "cpu": ()}
 EXTRAS = {"tpu": "ejkernel[tpu-aot]", "cuda": "ejkernel[cuda-aot]"}
 
 
@@ -69,6 +65,72 @@ def require(target: Target) -> None:
         raise TargetError(f"target {target.name} cannot be used here: {lacking}")
 
 
+@dataclasses.dataclass(frozen=True)
+class Availability:
+    """One target: can it be compiled for, and if not, what to do.
+
+    Attributes:
+      target: the target.
+      usable: True if configs can be compiled for it here.
+      lacking: what to install or change; "" if usable.
+      compiler: who compiles, with version.
+    """
+
+    target: Target
+    usable: bool
+    lacking: str
+    compiler: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Available:
+    """All known targets. Prints as a table."""
+
+    entries: tuple[Availability, ...]
+
+    def __iter__(self) -> Iterator[Availability]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __getitem__(self, name: str) -> Availability:
+        return next(entry for entry in self.entries if entry.target.name == name)
+
+    @property
+    def usable(self) -> tuple[Target, ...]:
+        """The targets that can be compiled for here."""
+        return tuple(entry.target for entry in self.entries if entry.usable)
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                entry.target.name,
+                entry.target.device_name or "this machine",
+                "yes" if entry.usable else "lower only",
+                entry.compiler if entry.usable else entry.lacking,
+            )
+            for entry in self.entries
+        ]
+        return text_table(("target", "device", "compiles here", "with, or what it lacks"), rows)
+
+
+def available(*, ask: bool = False) -> Available:
+    """Every target, and whether it can be used here.
+
+    By default this looks at installed packages only. With `ask=True` each compiler is started and
+    asked for the device: it takes seconds, and finds a topology that the installed libtpu does not
+    know. Any target can be lowered for (`check(..., compile=False)`), whatever is installed.
+    """
+    entries = []
+    for target in TARGETS.values():
+        lacking = missing(target.platform) or (probe(target) if ask else "")
+        named = _PACKAGES[target.platform] or ("jaxlib",)
+        compiler = ", ".join(f"{name} {_version(name)}" for name in named)
+        entries.append(Availability(target, not lacking, lacking, compiler))
+    return Available(tuple(entries))
+
+
 # --- workers -------------------------------------------------------------------------------------
 
 
@@ -81,28 +143,23 @@ class _Worker:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def ask(self, header: Header, blobs: Sequence[bytes], seconds: float, doing: str) -> Header:
-        process = self._running()
-        assert self._folder is not None
-        dump = "" if self._platform == "cpu" else self._folder.name
-        answer, _ = process.ask({**header, "dump": dump}, blobs, seconds, doing)
-        return answer
-
-    def _running(self) -> Process:
-        if self._process is None or not self._process.alive():
+        if self._process is None or self._folder is None or not self._process.alive():
             self.stop()
             self._folder = tempfile.TemporaryDirectory(prefix="ejkernel-targets-")
             settings = _environment(self._platform, self._folder.name)
             programs = os.path.dirname(find_ptxas() or "") if self._platform == "cuda" else ""
-            self._process = Process(_MODULE, environment.for_child(settings, programs))
-        return self._process
+            variables = environment.for_child(settings, programs)
+            self._process = Process("ejkernel.targets.worker", variables)
+        dump = "" if self._platform == "cpu" else self._folder.name
+        answer, _ = self._process.ask({**header, "dump": dump}, blobs, seconds, doing)
+        return answer
 
     def stop(self) -> None:
         if self._process is not None:
             self._process.kill()
-            self._process = None
         if self._folder is not None:
             self._folder.cleanup()
-            self._folder = None
+        self._process = self._folder = None
 
 
 def _environment(platform: str, dump: str) -> dict[str, str]:
@@ -125,53 +182,39 @@ def _environment(platform: str, dump: str) -> dict[str, str]:
     return settings
 
 
-class _Pool:
-    """The workers of one platform: at most as many as were ever asked for at once."""
-
-    def __init__(self, platform: str) -> None:
-        self._platform = platform
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        self._all: list[_Worker] = []
-
-    @contextlib.contextmanager
-    def worker(self) -> Iterator[_Worker]:
-        try:
-            worker = self._idle.get_nowait()
-        except queue.Empty:
-            worker = _Worker(self._platform)
-            self._all.append(worker)
-        try:
-            yield worker
-        finally:
-            self._idle.put(worker)
-
-    def stop(self) -> None:
-        for worker in self._all:
-            worker.stop()
-
-
-_pools: dict[str, _Pool] = {}
+_workers: list[_Worker] = []
+_idle: collections.defaultdict[str, list[_Worker]] = collections.defaultdict(list)
 _lock = threading.Lock()
 
 
-def _pool(platform: str) -> _Pool:
+@contextlib.contextmanager
+def _worker(platform: str) -> Iterator[_Worker]:
+    """A worker that nobody else uses; there are as many as were ever used at once."""
     with _lock:
-        return _pools.setdefault(platform, _Pool(platform))
+        if _idle[platform]:
+            worker = _idle[platform].pop()
+        else:
+            worker = _Worker(platform)
+            _workers.append(worker)
+    try:
+        yield worker
+    finally:
+        _idle[platform].append(worker)
 
 
 def stop_workers() -> None:
     """End all compiling processes; the next request starts others."""
     with _lock:
-        for pool in _pools.values():
-            pool.stop()
-        _pools.clear()
+        for worker in _workers:
+            worker.stop()
 
 
 def _forget_in_fork() -> None:
     """A forked child must not talk through its parent's pipes."""
     global _lock
     _lock = threading.Lock()
-    _pools.clear()
+    _workers.clear()
+    _idle.clear()
 
 
 atexit.register(stop_workers)
@@ -184,12 +227,12 @@ if hasattr(os, "register_at_fork"):
 
 def probe(target: Target) -> str:
     """Why a target's compiler does not work here though it is installed; "" if it does."""
-    with _pool(target.platform).worker() as worker:
-        try:
-            header = {"do": "probe", "target": dataclasses.asdict(target)}
+    header = {"do": "probe", "target": dataclasses.asdict(target)}
+    try:
+        with _worker(target.platform) as worker:
             answer = worker.ask(header, (), START_SECONDS, "starting")
-        except (WorkerLost, WorkerUnavailable) as error:
-            return str(error)
+    except (WorkerLost, WorkerUnavailable) as error:
+        return str(error)
     return _why_unusable(target, answer) or ""
 
 
@@ -199,7 +242,7 @@ def compile_all(
     """What the target's compiler says about each program, in their order.
 
     An answer has `refused` (the compiler's full text) or figures; `seconds` is compile time.
-    Answers are kept on disk, by program, target and compiler version.
+    Answers are cached on disk, by program, target and compiler version.
     """
     answers = [_recall(target, program) for program in programs]
     open_ones = [i for i, answer in enumerate(answers) if answer is None]
@@ -214,17 +257,15 @@ def compile_all(
 
 def _compile(target: Target, program: Program, seconds: float) -> Header:
     header = {"do": "compile", "target": dataclasses.asdict(target), **program.header}
-    with _pool(target.platform).worker() as worker:
-        try:
+    try:
+        with _worker(target.platform) as worker:
             answer = worker.ask(header, [program.module], seconds, "compiling")
-        except WorkerLost as lost:
-            if not lost.started:
-                raise TargetError(
-                    f"target {target.name}: no compiler could be had: {lost}"
-                ) from lost
-            # A crash or a hang of the compiler is the program's fault, and is not kept: the limit
-            # may be another one next time.
-            return {"refused": f"the compiler did not survive it: {lost}", "seconds": None}
+    except WorkerLost as lost:
+        if not lost.started:
+            raise TargetError(f"target {target.name}: no compiler could be had: {lost}") from lost
+        # A crash or a hang of the compiler is the program's fault, and is not cached: the limit may
+        # be another one next time.
+        return {"refused": f"the compiler did not survive it: {lost}", "seconds": None}
     reason = _why_unusable(target, answer)
     if reason is not None:
         raise TargetError(reason)
@@ -239,10 +280,9 @@ def _why_unusable(target: Target, answer: Header) -> str | None:
     if reason is None or ("unusable" not in answer and "version" not in answer):
         return None
     if target.platform == "tpu" and ("Invalid TPU" in reason or "topology" in reason.lower()):
-        version = _version("libtpu")
         return (
-            f"target {target.name}: the installed libtpu {version} does not know the topology "
-            f"{target.topology!r} ({reason}); install the libtpu that belongs to a newer JAX"
+            f"target {target.name}: the installed libtpu {_version('libtpu')} does not know the "
+            f"topology {target.topology!r} ({reason}); install the libtpu of a newer JAX"
         )
     return f"target {target.name}: its compiler cannot be started: {reason}"
 
@@ -251,17 +291,14 @@ def _why_unusable(target: Target, answer: Header) -> str | None:
 
 
 def _name(target: Target, program: Program) -> str:
-    key = short_hash(
-        {
-            "format": FORMAT,
-            "target": dataclasses.asdict(target),
-            "versions": compiler_versions(target.platform),
-            "ptxas": find_ptxas() if target.platform == "cuda" else None,
-            "program": program.fingerprint,
-        },
-        digits=32,
-    )
-    return f"{key}.json"
+    made_of = {
+        "format": FORMAT,
+        "target": dataclasses.asdict(target),
+        "versions": compiler_versions(target.platform),
+        "ptxas": find_ptxas() if target.platform == "cuda" else None,
+        "program": program.fingerprint,
+    }
+    return f"{short_hash(made_of, digits=32)}.json"
 
 
 def _answers(
@@ -274,14 +311,14 @@ def _answers(
 def _recall(target: Target, program: Program) -> Header | None:
     try:
         with _answers(target) as folder:
-            found = parse_json(folder.read(_name(target, program)), nan=True)
+            answer = parse_json(folder.read(_name(target, program)), nan=True)
     except (OSError, ValueError):
         return None  # not there, damaged, or of somebody else: compiled again
-    return {**found, "cached": True} if isinstance(found, dict) else None
+    return {**answer, "cached": True} if isinstance(answer, dict) else None
 
 
 def _remember(target: Target, program: Program, answer: Header) -> None:
-    kept = {name: value for name, value in answer.items() if name != "blobs"}
+    stored = {name: value for name, value in answer.items() if name != "blobs"}
     # No room, no right, no such folder: then it is compiled again next time.
     with contextlib.suppress(OSError), _answers(target, create=True) as folder:
-        folder.write(_name(target, program), json.dumps(kept).encode())
+        folder.write(_name(target, program), json.dumps(stored).encode())

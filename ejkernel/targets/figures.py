@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import math
 import pathlib
 import re
 import shutil
@@ -18,6 +19,7 @@ import struct
 import subprocess
 import tempfile
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 _SASS_BYTES = 16  # one machine instruction, from compute capability 7.0 on
 _PTXAS_SECONDS = 120.0
@@ -70,11 +72,9 @@ class KernelFigures:
     blocks: int | None = None
 
 
-def loop_from_plain(plain: dict[str, object]) -> Loop:
+def loop_from_plain(plain: dict[str, Any]) -> Loop:
     """What `dataclasses.asdict` made of a loop, back again."""
-    inner = plain["inner"]
-    assert isinstance(inner, (list, tuple))
-    return Loop(int(str(plain["own"])), tuple(loop_from_plain(loop) for loop in inner))
+    return Loop(int(plain["own"]), tuple(map(loop_from_plain, plain["inner"])))
 
 
 def loop_tree(count: int, ranges: Iterable[tuple[int, int]]) -> Loop:
@@ -110,16 +110,11 @@ def read_tpu_dump(folder: pathlib.Path) -> list[KernelFigures]:
         if name.startswith(_NOT_KERNELS):
             continue
         code = tpu_code(file.read_text(encoding="utf-8", errors="replace"))
-        size, spilled = vmem.get(name, (None, None))
-        utilisation = file.with_name(
-            file.name.replace("02-final_bundles", "00-final_hlo-static-per-bundle-utilization")
-        )
+        used = file.name.replace("02-final_bundles", "00-final_hlo-static-per-bundle-utilization")
+        utilisation = file.with_name(used)
         units = unit_shares(utilisation.read_text()) if utilisation.exists() else {}
-        found.append(
-            KernelFigures(
-                name, code, code.total, units=units, vmem_bytes=size, spilled_bytes=spilled
-            )
-        )
+        size, spilled = vmem.get(name, (None, None))
+        found.append(KernelFigures(name, code, code.total, units, size, spilled_bytes=spilled))
     return found
 
 
@@ -131,19 +126,15 @@ def tpu_code(text: str) -> Loop:
     with the last bundle that is as deep as its first.
     """
     bundles = [(len(match[2]), match[1] == "LB") for match in _BUNDLE.finditer(text)]
-    ranges = []
-    for start, (depth, begins) in enumerate(bundles):
-        if not begins:
-            continue
-        end = start
-        for index in range(start + 1, len(bundles)):
-            other, starts = bundles[index]
-            if starts and other <= depth:
+    ends: dict[int, int] = {}
+    for start, depth in ((i, depth) for i, (depth, begins) in enumerate(bundles) if begins):
+        ends[start] = start
+        for index, (other, begins) in enumerate(bundles[start + 1 :], start + 1):
+            if begins and other <= depth:
                 break
             if other >= depth:
-                end = index
-        ranges.append((start, end))
-    return loop_tree(len(bundles), ranges)
+                ends[start] = index
+    return loop_tree(len(bundles), ends.items())
 
 
 def unit_shares(text: str) -> dict[str, float]:
@@ -195,11 +186,8 @@ _BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$?[\w$]+);")
 
 def read_cuda_dump(folder: pathlib.Path) -> list[KernelFigures]:
     """The kernels of the one program whose dump is in a folder."""
-    launches = [
-        match
-        for file in folder.glob("*.thunk_sequence.txt")
-        for match in _LAUNCH.finditer(file.read_text())
-    ]
+    texts = (file.read_text() for file in folder.glob("*.thunk_sequence.txt"))
+    launches = [match for text in texts for match in _LAUNCH.finditer(text)]
     codes: dict[str, Loop] = {}
     assembled: dict[str, dict[str, int]] = {}
     for file in sorted(folder.glob("*.ptx")):
@@ -208,44 +196,38 @@ def read_cuda_dump(folder: pathlib.Path) -> list[KernelFigures]:
         if entries:
             codes.update(entries)
             assembled.update(assemble(file, text))
-    found = []
-    for launch in launches:
-        name = launch["name"]
-        code = codes.get(name)
-        if code is None:
-            continue
-        figures = assembled.get(name, {})
-        found.append(
-            KernelFigures(
-                name,
-                code,
-                figures.get("instructions", code.total),
-                shared_bytes=int(launch["shared"]) + figures.get("static_shared", 0),
-                registers=figures.get("registers"),
-                spilled_bytes=figures.get("spilled"),
-                threads=_product(launch["threads"]),
-                blocks=_product(launch["grid"]),
-            )
-        )
-    return found
+    return [
+        _cuda_kernel(launch, codes[launch["name"]], assembled.get(launch["name"], {}))
+        for launch in launches
+        if launch["name"] in codes
+    ]
+
+
+def _cuda_kernel(launch: re.Match[str], code: Loop, figures: dict[str, int]) -> KernelFigures:
+    return KernelFigures(
+        launch["name"],
+        code,
+        figures.get("instructions", code.total),
+        shared_bytes=int(launch["shared"]) + figures.get("static_shared", 0),
+        registers=figures.get("registers"),
+        spilled_bytes=figures.get("spilled"),
+        threads=math.prod(map(int, launch["threads"].split(","))),
+        blocks=math.prod(map(int, launch["grid"].split(","))),
+    )
 
 
 def ptx_code(text: str) -> Loop:
     """The instructions of a PTX function, by loop: a branch back to a label closes one."""
-    lines = [line.strip() for line in text.splitlines()]
     labels: dict[str, int] = {}  # label -> number of the instruction after it
     loops: dict[int, int] = {}  # first instruction -> last instruction
     count = 0
-    for line in lines:
-        label = _LABEL.match(line)
-        if label is not None:
+    for line in map(str.strip, text.splitlines()):
+        if label := _LABEL.match(line):
             labels[label[1]] = count
-        if not line.endswith(";") or line.startswith("."):
-            continue
-        branch = _BRANCH.search(line)
-        if branch is not None and branch[1] in labels:
-            loops[labels[branch[1]]] = count
-        count += 1
+        if line.endswith(";") and not line.startswith("."):
+            if (branch := _BRANCH.search(line)) and branch[1] in labels:
+                loops[labels[branch[1]]] = count
+            count += 1
     return loop_tree(count, loops.items())
 
 
@@ -282,23 +264,23 @@ def find_ptxas() -> str | None:
     return shutil.which("ptxas")
 
 
+_PTXAS_FIGURES = {
+    "registers": r"Used (\d+) registers",
+    "spilled": r"(\d+) bytes spill stores",
+    "static_shared": r"(\d+) bytes smem",
+}
+
+
 def ptxas_figures(text: str) -> dict[str, dict[str, int]]:
     """Registers, spilled bytes and static shared memory by kernel, from `ptxas -v`."""
     found: dict[str, dict[str, int]] = {}
     name = ""
     for line in text.splitlines():
-        compiling = re.search(r"Compiling entry function '([^']+)'", line)
-        if compiling is not None:
+        if compiling := re.search(r"Compiling entry function '([^']+)'", line):
             name = compiling[1]
             found[name] = {}
-        patterns = (
-            ("registers", r"Used (\d+) registers"),
-            ("spilled", r"(\d+) bytes spill stores"),
-            ("static_shared", r"(\d+) bytes smem"),
-        )
-        for field, pattern in patterns:
-            match = re.search(pattern, line)
-            if match is not None and name:
+        for field, pattern in _PTXAS_FIGURES.items():
+            if name and (match := re.search(pattern, line)):
                 found[name][field] = int(match[1])
     return found
 
@@ -311,21 +293,9 @@ def code_sections(elf: bytes) -> dict[str, int]:
     size, count, names_index = struct.unpack_from("<HHH", elf, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", elf, offset + i * size) for i in range(count)]
     names_at = headers[names_index][4]
-    found = {}
-    for header in headers:
-        start = names_at + header[0]
-        name = elf[start : elf.index(b"\0", start)].decode(errors="replace")
-        if name.startswith(".text."):
-            found[name.removeprefix(".text.")] = header[5]
-    return found
-
-
-def _product(numbers: str) -> int:
-    product = 1
-    for number in _whole(numbers.split(",")):
-        product *= number
-    return product
-
-
-def _whole(texts: Sequence[str]) -> list[int]:
-    return [int(text) for text in texts]
+    names = [elf[names_at + header[0] :].split(b"\0", 1)[0] for header in headers]
+    return {
+        name.removeprefix(b".text.").decode(errors="replace"): header[5]
+        for name, header in zip(names, headers, strict=True)
+        if name.startswith(b".text.")
+    }

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from jax import export
@@ -29,7 +30,6 @@ from ..ops.utils.fingerprint import as_if_on
 from ..ops.utils.locations import without_locations
 from ..ops.utils.serialize import dtype_name
 from .catalog import Target, TargetError
-from .traffic import traffic_of
 
 if TYPE_CHECKING:
     from ..ops.core.invocation import Invocation
@@ -55,8 +55,10 @@ class Launch:
       steps: points of its grid; None if the grid depends on run-time values.
       times: how often the program launches it; None if that depends on run-time values.
       loops: the loops of its body.
-      moved: bytes of blocks that are copied in and out over the grid; None if that cannot be told.
-      loaded: bytes of the blocks of all steps, whether they are the same as before or not.
+      moved: bytes of blocks whose index differs from that of the step before: what a TPU copies,
+        whose grid runs in order, the last axis fastest. None if that cannot be told.
+      loaded: bytes of the blocks of all steps: what a GPU reads, whose blocks know nothing of each
+        other.
       unique: bytes of the arrays that the blocks are of.
     """
 
@@ -111,11 +113,8 @@ def standing_on(target: Target) -> Iterator[None]:
     if device is None:
         yield
         return
-    abstract = jax.sharding.AbstractDevice(
-        device_kind=device.device_kind,
-        num_cores=device.core_count or 1,
-        platform=device.platform,
-    )
+    cores = device.core_count or 1
+    abstract = jax.sharding.AbstractDevice(device.device_kind, cores, device.platform)
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=abstract)
     with as_if_on(device), jax.sharding.use_abstract_mesh(mesh):
         yield
@@ -156,9 +155,8 @@ def lower(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], cfg: Any, target:
                 exported = exporting(arrays)
         jaxpr = getattr(traced, "jaxpr", traced)
         launches = tuple(_launches(jaxpr, 1))
-    moved = [launch.moved for launch in launches]
-    known = [size for size in moved if size is not None]
     edges = sum(map(_bytes, (*exported.in_avals, *exported.out_avals)))
+    moved = [launch.moved for launch in launches]
     return Program(
         module=bytes(exported.mlir_module_serialized),
         header={
@@ -170,7 +168,7 @@ def lower(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], cfg: Any, target:
         flops=_flops(jaxpr),
         touched=_touched(jaxpr),
         dynamic=_has_unknown(_loops(jaxpr)),
-        bytes=max(edges, sum(known)) if launches and len(known) == len(moved) else edges,
+        bytes=edges if None in moved else max(edges, sum(size or 0 for size in moved)),
     )
 
 
@@ -203,28 +201,58 @@ def _launches(jaxpr: Any, times: int | None) -> Iterator[Launch]:
         name = eqn.primitive.name
         if name == "pallas_call":
             grid = eqn.params["grid_mapping"].grid
+            source = eqn.params.get("name_and_src_info")
             static = all(isinstance(size, int) for size in grid)
-            traffic = traffic_of(eqn.params["grid_mapping"]) if static else None
             yield Launch(
-                _kernel_name(eqn.params),
+                str(eqn.params.get("name") or getattr(source, "name", None) or "kernel"),
                 math.prod(grid) if static else None,
                 times,
                 tuple(_loops(eqn.params["jaxpr"])),
-                **(dataclasses.asdict(traffic) if traffic is not None else {}),
+                **(_traffic(eqn.params["grid_mapping"]) if static else {}),
             )
             continue
         inner = times
-        if name == "scan" and times is not None:
-            inner = times * int(eqn.params["length"])
-        elif name in ("while", "cond"):
+        if name in ("while", "cond"):
             inner = None
+        elif name == "scan" and times is not None:
+            inner = times * int(eqn.params["length"])
         for held in _inside(eqn):
             yield from _launches(held, inner)
 
 
-def _kernel_name(params: Any) -> str:
-    named = params.get("name") or getattr(params.get("name_and_src_info"), "name", None)
-    return str(named or "kernel")
+MOST_STEPS = 1 << 16  # a larger grid is not walked through
+
+
+def _traffic(grid_mapping: Any) -> dict[str, int]:
+    """What a `Launch` says about the bytes of its blocks.
+
+    Nothing if the grid is too large or its index maps read run-time values.
+    """
+    grid = tuple(grid_mapping.grid)
+    steps = math.prod(grid)
+    if steps > MOST_STEPS or steps == 0:
+        return {}
+    points = np.indices(grid, np.int32).reshape(len(grid), steps).T
+    total = {"moved": 0, "loaded": 0, "unique": 0}
+    for mapping in grid_mapping.block_mappings:
+        index_map = mapping.index_map_jaxpr
+        if len(index_map.in_avals) != len(grid):
+            return {}  # it also reads prefetched scalars
+        sizes = [getattr(size, "block_size", size) for size in mapping.block_shape]
+        elements = math.prod(size if isinstance(size, int) else 1 for size in sizes)
+        block = elements * np.dtype(mapping.array_aval.dtype).itemsize
+        total["moved"] += _changes(index_map, points) * block
+        total["loaded"] += steps * block
+        total["unique"] += _bytes(mapping.array_aval)
+    return total
+
+
+def _changes(index_map: Any, points: Any) -> int:
+    """How often the block index differs from that of the step before, the first one included."""
+    evaluate = jax.extend.core.jaxpr_as_fun(index_map)
+    indices = jax.vmap(lambda point: evaluate(*[point[i] for i in range(point.shape[0])]))(points)
+    columns = np.stack([np.broadcast_to(np.asarray(i), (len(points),)) for i in indices], 1)
+    return 1 + int(np.any(columns[1:] != columns[:-1], axis=1).sum())
 
 
 def _loops(jaxpr: Any) -> Iterator[Trips]:
@@ -246,7 +274,7 @@ def _has_unknown(loops: Iterable[Trips]) -> bool:
 
 
 def _flops(jaxpr: Any) -> int:
-    return sum(_flops_of(eqn) for eqn in jaxpr.eqns)
+    return sum(map(_flops_of, jaxpr.eqns))
 
 
 def _flops_of(eqn: Any) -> int:
@@ -275,18 +303,13 @@ def _touched(jaxpr: Any) -> int:
     total = 0
     for eqn in jaxpr.eqns:
         inside = sum(map(_touched, _inside(eqn)))
-        if eqn.primitive.name == "scan":
-            total += int(eqn.params["length"]) * inside
-        elif inside:
-            total += inside
+        if inside or eqn.primitive.name == "scan":
+            total += int(eqn.params.get("length", 1)) * inside
         elif eqn.primitive.name not in _VIEWS:
-            total += sum(_var_bytes(var) for var in (*eqn.invars, *eqn.outvars))
+            avals = [var.aval for var in (*eqn.invars, *eqn.outvars)]
+            numbers = [a for a in avals if hasattr(getattr(a, "dtype", None), "itemsize")]
+            total += sum(map(_bytes, numbers))
     return total
-
-
-def _var_bytes(var: Any) -> int:
-    aval = getattr(var, "aval", None)
-    return _bytes(aval) if hasattr(getattr(aval, "dtype", None), "itemsize") else 0
 
 
 _VIEWS = frozenset(("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "stop_gradient"))

@@ -95,8 +95,9 @@ def _of_kernels(
         memory += moving
         seconds += max(working, moving)
     bound = "memory" if memory > cycles / (target.clock_ghz * 1e9) else "schedule"
-    occupancy_of_all = min(occupancies) if occupancies else None
-    return Estimate(seconds, bound, cycles, occupancy_of_all, tuple(dict.fromkeys(notes)))
+    return Estimate(
+        seconds, bound, cycles, min(occupancies, default=None), tuple(dict.fromkeys(notes))
+    )
 
 
 def _memory_seconds(target: Target, launch: Launch) -> float:
@@ -114,18 +115,13 @@ def _paired(
     pairs: list[tuple[Launch, dict[str, Any] | None]] = []
     for launch in launches:
         wanted = re.sub(r"[^\w]", "_", launch.name)
-        found = next((k for k in left if _base_name(k["name"]) == wanted), None)
-        if found is None and len(launches) == 1 and len(kernels) == 1:
-            found = kernels[0]
-        if found is not None and sum(k is found for k in left):
-            left = [kernel for kernel in left if kernel is not found]
-        pairs.append((launch, found))
+        # `mm.1` is the compiler's name for a kernel called `mm`.
+        names = [re.sub(r"[^\w]", "_", re.sub(r"\.\d+$", "", k["name"])) for k in left]
+        if wanted in names:
+            pairs.append((launch, left.pop(names.index(wanted))))
+        else:
+            pairs.append((launch, kernels[0] if len(launches) == len(kernels) == 1 else None))
     return pairs
-
-
-def _base_name(name: str) -> str:
-    """`mm.1` is the compiler's name for a kernel called `mm`."""
-    return re.sub(r"[^\w]", "_", re.sub(r"\.\d+$", "", name))
 
 
 def _tpu_cycles(launch: Launch, kernel: dict[str, Any], notes: list[str]) -> float | None:

@@ -23,8 +23,6 @@ from ..ops.tuner.isolation.worker import ANY_CUSTOM_CALL, Header, serve_parent
 from .catalog import GpuLimits, Target
 from .figures import read_cuda_dump, read_tpu_dump
 
-_MEMORY = ("argument", "output", "temp", "generated_code")
-
 
 class CompilerProcess:
     """Answers requests to compile; keeps the topologies it has made."""
@@ -34,7 +32,8 @@ class CompilerProcess:
 
     def answer(self, header: Header, blobs: list[bytearray]) -> tuple[Header, list[bytes]]:
         """What came of a request; the parent is told an exception's text."""
-        target = target_from_plain(header["target"])
+        gpu = header["target"]["gpu"]
+        target = Target(**{**header["target"], "gpu": gpu and GpuLimits(**gpu)})
         try:
             device = self._device(target)
         except Exception as error:  # noqa: BLE001  the parent says what is missing
@@ -75,16 +74,11 @@ class CompilerProcess:
         except Exception as error:  # noqa: BLE001  whatever the compiler says is the answer
             seconds = time.perf_counter() - start
             return {"refused": f"{type(error).__name__}: {error}", "seconds": seconds}
-        answer: Header = {
-            "seconds": time.perf_counter() - start,
-            "memory": _memory(compiled),
-            "cost": _cost(compiled),
-            "kernels": [],
-        }
-        if folder is not None:
-            read = read_tpu_dump if target.platform == "tpu" else read_cuda_dump
-            answer["kernels"] = [dataclasses.asdict(kernel) for kernel in read(folder)]
-        return answer
+        seconds = time.perf_counter() - start
+        read = read_tpu_dump if target.platform == "tpu" else read_cuda_dump
+        kernels = [] if folder is None else [dataclasses.asdict(one) for one in read(folder)]
+        cost, memory = _cost(compiled), _memory(compiled)
+        return {"seconds": seconds, "memory": memory, "cost": cost, "kernels": kernels}
 
 
 def _abstract(plain: list[Any], sharding: Any = None) -> jax.ShapeDtypeStruct:
@@ -105,26 +99,17 @@ def _exported(header: Header, platform: str, module: bytes) -> export.Exported:
 
 def _memory(compiled: Any) -> dict[str, int]:
     found = compiled.memory_analysis()
-    if found is None:
-        return {}
-    return {name: int(getattr(found, f"{name}_size_in_bytes")) for name in _MEMORY}
+    return {} if found is None else {"temp": int(found.temp_size_in_bytes)}
 
 
 def _cost(compiled: Any) -> dict[str, float]:
     """What the compiler itself says the optimised program costs; CUDA's says nothing."""
     found = compiled.cost_analysis()
-    found = found[0] if isinstance(found, list) else found
-    wanted = {"flops": "flops", "bytes accessed": "bytes", "optimal_seconds": "optimal_seconds"}
-    return {ours: float(found[name]) for name, ours in wanted.items() if name in (found or {})}
+    found = (found[0] if isinstance(found, list) else found) or {}
+    return {name: float(found[name]) for name in ("optimal_seconds",) if name in found}
 
 
-def target_from_plain(plain: dict[str, Any]) -> Target:
-    """A target as it is sent, as `dataclasses.asdict` made it."""
-    gpu = plain["gpu"]
-    return Target(**{**plain, "gpu": None if gpu is None else GpuLimits(**gpu)})
-
-
-def one_line(text: str) -> str:
+def reason_of(text: str) -> str:
     """The sentence of a compiler's message that says why, without the program in it."""
     stripped = re.sub(
         r"%[\w.-]+ = .*?(?:\bmetadata=\{[^}]*\}|\)\.)", "the kernel", text, flags=re.S

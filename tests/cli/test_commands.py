@@ -219,7 +219,9 @@ def test_native_kernels_are_told_about(ej, monkeypatch):
 
 
 def test_native_kernels_without_a_compiler(ej, monkeypatch):
-    monkeypatch.setattr("ejkernel.native.state.find_compiler", lambda: "there is no C++ compiler")
+    monkeypatch.setattr(
+        "ejkernel.native.building.find_compiler", lambda: "there is no C++ compiler"
+    )
     done = ej("native", "build")
     assert done.code == 5
     assert "there is no C++ compiler" in done.err

@@ -21,7 +21,7 @@ from ejkernel.kernels.flash_attention import (
     attention_reference,
 )
 from ejkernel.kernels.flash_attention.native import LIBRARY
-from ejkernel.native import BuildFailed, Library, libraries, loading, state, toolchain
+from ejkernel.native import BuildFailed, Library, building, libraries, loading, toolchain
 from ejkernel.ops import NotSupported, default_executor
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -60,13 +60,13 @@ def script(path: pathlib.Path, compiler, body: str) -> str:
     return str(path)
 
 
-def building(library, **variables) -> subprocess.Popen:
+def start_build(library, **variables) -> subprocess.Popen:
     program = (
         "import pathlib, sys\n"
         "import ejkernel.ops\n"
-        "from ejkernel.native import Library, state\n"
+        "from ejkernel.native import Library, building\n"
         f"library = Library('tiny', pathlib.Path({str(library.source)!r}), ('x',))\n"
-        "print(state.build_library(library))\n"
+        "print(building.build_library(library))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     return subprocess.Popen(
@@ -79,30 +79,30 @@ def names(folder: pathlib.Path) -> list[str]:
 
 
 def test_a_build_is_found_again_and_leaves_one_file(library, compiler):
-    assert state.find(library) is None
-    file = state.build_library(library)
-    assert state.find(library) == file
+    assert building.find(library) is None
+    file = building.build_library(library)
+    assert building.find(library) == file
     assert names(file.parent) == [file.name]
     before = file.stat().st_mtime_ns
-    assert state.build_library(library) == file
+    assert building.build_library(library) == file
     assert file.stat().st_mtime_ns == before
-    state.build_library(library, force=True)
+    building.build_library(library, force=True)
     assert file.stat().st_mtime_ns > before
 
 
 def test_the_key_follows_source_compiler_processor_and_jaxlib(library, compiler, monkeypatch):
     def name() -> str:
-        return state.file_name(library, compiler)
+        return building.file_name(library, compiler)
 
     first = name()
     assert name() == first
     library.source.write_text(SOURCE + "// changed\n")
     other_source = name()
-    monkeypatch.setattr(state, "processor", lambda: "another one")
+    monkeypatch.setattr(building, "processor", lambda: "another one")
     other_processor = name()
     monkeypatch.setattr("jaxlib.__version__", "0.0.1")
     other_jaxlib = name()
-    other_compiler = state.file_name(library, toolchain.Compiler(compiler.command, "99"))
+    other_compiler = building.file_name(library, toolchain.Compiler(compiler.command, "99"))
     found = [first, other_source, other_processor, other_jaxlib, other_compiler]
     assert len(set(found)) == len(found)
 
@@ -110,7 +110,7 @@ def test_the_key_follows_source_compiler_processor_and_jaxlib(library, compiler,
 def test_two_processes_at_once_compile_once(library, compiler, tmp_path):
     log = tmp_path / "log"
     slow = script(tmp_path / "slow", compiler, f"echo compiled >> {log}\nsleep 1")
-    processes = [building(library, CXX=slow) for _ in range(2)]
+    processes = [start_build(library, CXX=slow) for _ in range(2)]
     outputs = [process.communicate(timeout=300)[0] for process in processes]
     assert outputs[0] == outputs[1] != ""
     assert log.read_text() == "compiled\n"
@@ -124,7 +124,7 @@ def test_a_killed_build_leaves_nothing_that_could_be_used(library, compiler, tmp
         f'test -e {started} || {{ for last; do :; done; echo half > "$last"; '
         f"echo $$ > {started}; sleep 600; }}",
     )
-    process = building(library, CXX=stuck)
+    process = start_build(library, CXX=stuck)
     deadline = time.monotonic() + 240
     while not (started.exists() and started.read_text().strip()):
         assert time.monotonic() < deadline
@@ -134,39 +134,39 @@ def test_a_killed_build_leaves_nothing_that_could_be_used(library, compiler, tmp
     process.communicate()
     os.kill(int(started.read_text()), signal.SIGTERM)
     monkeypatch.setenv("CXX", stuck)
-    assert state.find(library) is None
-    [left] = names(state.folder())
+    assert building.find(library) is None
+    [left] = names(building.folder())
     assert left.startswith(".building-")
-    file = state.build_library(library)  # the lock died with its holder
-    assert names(state.folder()) == [file.name]
+    file = building.build_library(library)  # the lock died with its holder
+    assert names(building.folder()) == [file.name]
 
 
 def test_a_compiler_that_fails_is_quoted_and_nothing_stays(library, compiler):
     library.source.write_text("this is not C++\n")
     with pytest.raises(BuildFailed, match=r"tiny cannot be compiled with .*(?s:.)*not C\+\+|error"):
-        state.build_library(library)
-    assert names(state.folder()) == []
+        building.build_library(library)
+    assert names(building.folder()) == []
 
 
 def test_a_folder_that_cannot_be_written_is_named(library, compiler, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "file"))
     with pytest.raises(BuildFailed, match="EJKERNEL_CACHE_DIR"):
-        state.build_library(library)
+        building.build_library(library)
 
 
 def test_files_of_others_are_not_loaded(library, compiler):
-    file = state.build_library(library)
+    file = building.build_library(library)
     file.parent.chmod(0o777)
-    assert state.find(library) is None
+    assert building.find(library) is None
     file.parent.chmod(0o700)
-    assert state.find(library) == file
+    assert building.find(library) == file
 
 
 def test_what_was_built_serves_without_a_compiler(library, compiler, monkeypatch, tmp_path):
-    file = state.build_library(library)
+    file = building.build_library(library)
     no_compiler(monkeypatch, tmp_path)
-    assert state.find(library) == file
+    assert building.find(library) == file
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_reading_a_key_starts_no_compiler(mode, nothing_loaded, compiler, monkey
     assert kernel.heuristic(inv) == default_executor().choose_config(kernel, q, k, v, **OPTIONS)
     assert str(modules.supported("flash_attention", q, k, v))
     assert not log.exists()
-    assert not state.folder().exists()
+    assert not building.folder().exists()
 
 
 def test_a_call_that_runs_starts_it(nothing_loaded, compiler, monkeypatch, tmp_path):
@@ -290,4 +290,4 @@ def test_it_is_built_only_when_that_is_allowed(nothing_loaded, compiler, monkeyp
     monkeypatch.setenv("EJKERNEL_NATIVE", "auto")
     assert native.status().available
     assert not native.status().built
-    assert not state.folder().exists()
+    assert not building.folder().exists()

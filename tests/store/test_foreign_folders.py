@@ -19,7 +19,7 @@ import warnings
 
 import pytest
 
-from ejkernel.native import Library, loading, state, toolchain
+from ejkernel.native import Library, building, loading, toolchain
 from ejkernel.ops.tuner.isolation.journal import Journal
 from ejkernel.report import Run
 from ejkernel.store.private import FolderRefused, PrivateFolder
@@ -173,7 +173,7 @@ def test_a_planted_file_is_not_read(plant, tmp_path):
 
 MAKE = """
 import os, pathlib, sys
-from ejkernel.native import Library, state
+from ejkernel.native import Library, building
 from ejkernel.ops import PersistentCache
 from ejkernel.ops.tuner.isolation.journal import Journal
 from ejkernel.report import Run
@@ -190,7 +190,7 @@ def use(cache):
     alive[-1].__enter__()
     assert journal.culprits() == []
     assert save_record(Run("t", "d", "now"), "t", None)
-    assert state.build_library(library) == state.find(library)
+    assert building.build_library(library) == building.find(library)
     assert PersistentCache().get("key") == {"a": 1}
 
 use(sys.argv[2])  # everything is imported: others cannot read all of it
@@ -349,7 +349,7 @@ def loads(monkeypatch, library):
 
 def test_a_library_is_the_one_that_was_checked(library, compiler, loads, tmp_path, monkeypatch):
     """Its name leads to another one by the time the loader opens it."""
-    file = state.build_library(library)
+    file = building.build_library(library)
     planted = another(compiler, tmp_path)
     real = ctypes.CDLL
 
@@ -362,7 +362,7 @@ def test_a_library_is_the_one_that_was_checked(library, compiler, loads, tmp_pat
 
 
 def test_two_libraries_in_turn_are_two(library, compiler, loads, tmp_path):
-    file = state.build_library(library)
+    file = building.build_library(library)
     assert loads(file) == 1
     planted = another(compiler, tmp_path)
     planted.chmod(0o700)
@@ -390,20 +390,20 @@ PLANTS = {
 
 @pytest.mark.parametrize("plant", PLANTS.values(), ids=PLANTS)
 def test_a_library_that_others_could_have_put_there_is_not_loaded(plant, library, compiler, loads):
-    file = state.build_library(library)
-    assert state.find(library) == file
+    file = building.build_library(library)
+    assert building.find(library) == file
     plant(file)  # after it was found, before it is loaded
     problem = loads(file)
     assert isinstance(problem, str), problem
     assert str(file) in problem
-    assert state.find(library) is None
+    assert building.find(library) is None
     if "cache folder" in problem or "folder" in problem:
         assert "is not used" in problem
 
 
 def test_no_race_makes_a_foreign_library_load(library, compiler, loads, tmp_path):
     """Somebody swaps the file all the time; what is loaded is ours or nothing."""
-    file = state.build_library(library)
+    file = building.build_library(library)
     good, planted = file.read_bytes(), another(compiler, tmp_path)
     theirs = planted.read_bytes()
     done = threading.Event()
@@ -433,7 +433,7 @@ def test_the_status_says_that_a_folder_is_not_used(monkeypatch, anywhere):
     anywhere.chmod(0o1777)
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(anywhere))
     monkeypatch.setenv("EJKERNEL_NATIVE", "auto")
-    found = state.status()
+    found = building.status()
     assert not found.available
     assert "belongs to another user" in found.reason
 

@@ -63,9 +63,8 @@ def test_the_file_has_a_log_and_waits_for_the_disk(tmp_path):
     cache.put(KEY, 1)
     assert ask(tmp_path, "PRAGMA journal_mode") == [("wal",)]
     from ejkernel.store.database import open_file
-    from ejkernel.store.location import FolderLocation
 
-    database = open_file(FolderLocation(tmp_path))
+    database = open_file(tmp_path / "configs.sqlite3")
     levels = {
         name: database.read(lambda c, n=name: c.exec_driver_sql(f"PRAGMA {n}").scalar())
         for name in ("synchronous", "foreign_keys", "trusted_schema")

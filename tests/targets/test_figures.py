@@ -15,7 +15,7 @@ from ejkernel import targets
 from ejkernel.targets import figures, ranking
 from ejkernel.targets.figures import Loop
 from ejkernel.targets.lowering import Launch, Program, Trips, lower
-from ejkernel.targets.worker import one_line
+from ejkernel.targets.worker import reason_of
 
 BUNDLES = """\
 = control target key start
@@ -179,8 +179,8 @@ def test_an_elf_that_is_none_has_no_code():
         ("", ""),
     ],
 )
-def test_a_compilers_message_in_one_line(text, line):
-    assert one_line(text) == line
+def test_a_compilers_message_in_reason_of(text, line):
+    assert reason_of(text) == line
 
 
 # --- from figures to an estimate -----------------------------------------------------------------

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fnmatch
 import hashlib
 import logging
 import os
@@ -21,13 +22,15 @@ import time
 import uuid
 from collections.abc import Iterator
 
-from ejkernel.store.private import PrivateFolder, why_not_writable
-
-from .libraries import INCLUDE, Library, declared_libraries
-from .settings import environment
+from ..store.private import PrivateFolder, why_not_writable
+from .libraries import INCLUDE, Library, declared_libraries, environment
 from .toolchain import FLAGS, Compiler, find_compiler, processor
 
 logger = logging.getLogger(__name__)
+
+
+_UNFINISHED = ".building-"
+_WRITABLE = stat.S_IWOTH | stat.S_IWGRP
 
 
 class BuildFailed(RuntimeError):
@@ -39,11 +42,11 @@ class Status:
     """Whether the native kernels can be used, and if not, why.
 
     Args:
-      available: they serve, or will after a build that `EJKERNEL_NATIVE=auto` allows.
+      available: they are used, or will be after a build that `EJKERNEL_NATIVE=auto` allows.
       built: their files are there.
       mode: the value of `EJKERNEL_NATIVE`.
       compiler: what it calls itself, or why there is none.
-      folder: where the files are kept.
+      folder: where the files are stored.
       files: by library, those that are there.
       reason: one sentence: what will happen, or why it cannot.
     """
@@ -62,61 +65,56 @@ class Status:
 
 def status() -> Status:
     """What is there and what will be used. Builds nothing, loads nothing."""
-    mode, compiler, problem = environment().NATIVE.read(), find_compiler(), _why_not_kept()
-    files = {
-        library.name: file
-        for library in declared_libraries()
-        if (file := find(library)) is not None
-    }
-    built = len(files) == len(declared_libraries())
+    mode, compiler, problem = environment().NATIVE.read(), find_compiler(), _why_not_stored()
+    version = compiler if isinstance(compiler, str) else compiler.version
+    try:
+        where = folder()
+    except environment().NoHomeFolder:
+        where = pathlib.Path(environment().CACHE_DIR.read(), "native")
+    found = {library.name: find(library) for library in declared_libraries()}
+    files = {name: file for name, file in found.items() if file is not None}
+    built = 0 < len(files) == len(declared_libraries())
     compiles = mode == "auto" and isinstance(compiler, Compiler) and problem is None
     if mode == "off":
         reason = "native kernels are turned off (EJKERNEL_NATIVE=off)"
     elif built:
-        reason = f"native kernels are built and used, from {folder()}"
+        reason = f"native kernels are built and used, from {where}"
     elif problem is not None:
         reason = problem
-    elif isinstance(compiler, str):
-        reason = f"native kernels are not built, and {compiler}"
     elif compiles:
-        reason = f"native kernels will be built on first use, with {compiler.version}"
+        reason = f"native kernels will be built on first use, with {version}"
     else:
-        reason = not_built_reason()
+        reason = not_built_reason(compiler)
     return Status(
         available=mode != "off" and (built or compiles),
         built=built,
         mode=mode,
-        compiler=compiler if isinstance(compiler, str) else compiler.version,
-        folder=_shown_folder(),
+        compiler=version,
+        folder=where,
         files=files,
         reason=reason,
     )
 
 
-def _why_not_kept() -> str | None:
+def _why_not_stored() -> str | None:
     """Why nothing can be built, or loaded, whatever the compiler is."""
     try:
         where = folder()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             PrivateFolder.open(where).close()
     except OSError as error:
-        return f"native kernels cannot be kept: {error.strerror or error}"
+        return f"native kernels cannot be stored: {error.strerror or error}"
     reason = why_not_writable(where)
     return reason and (
-        f"native kernels cannot be kept in {where}: {reason}; EJKERNEL_CACHE_DIR names another "
+        f"native kernels cannot be stored in {where}: {reason}; EJKERNEL_CACHE_DIR names another "
         "folder"
     )
 
 
-def _shown_folder() -> pathlib.Path:
-    try:
-        return folder()
-    except environment().NoHomeFolder:
-        return pathlib.Path(environment().CACHE_DIR.read(), "native")
-
-
-def not_built_reason() -> str:
-    """What to say when there is a compiler, but it may not be used unasked."""
+def not_built_reason(compiler: object) -> str:
+    """Why a library is not built: there is no compiler, or it may not be used unasked."""
+    if isinstance(compiler, str):
+        return f"native kernels are not built, and {compiler}"
     return (
         "native kernels are not built; build them with `ejkernel native build` "
         "(ejkernel.native.build()), or allow it on first use with EJKERNEL_NATIVE=auto"
@@ -137,11 +135,11 @@ def build_library(library: Library, *, force: bool = False) -> pathlib.Path:
                 _build(library, compiler, place, name)
             return place.path / name
     except environment().NoHomeFolder as error:
-        raise BuildFailed(f"native kernels cannot be kept: {error}") from error
+        raise BuildFailed(f"native kernels cannot be stored: {error}") from error
     except OSError as error:
         where = error.filename or folder()
         raise BuildFailed(
-            f"native kernels cannot be kept in {where}: {error.strerror or error}; "
+            f"native kernels cannot be stored in {where}: {error.strerror or error}; "
             "EJKERNEL_CACHE_DIR names another folder"
         ) from error
 
@@ -163,28 +161,22 @@ def _build(library: Library, compiler: Compiler, place: PrivateFolder, name: str
     try:
         include = (INCLUDE, pathlib.Path(jax.ffi.include_dir()))
         said = compiler.compile(library.source, include, unfinished, _reached(place))
-        if said is not None:
-            raise BuildFailed(
-                f"native kernels of {library.name} cannot be compiled with "
-                f"{' '.join(compiler.command)} ({compiler.version}): {said}"
-            )
         try:
             with place.opened(unfinished, never=0) as descriptor:
                 if hasattr(os, "fchmod"):
                     os.fchmod(descriptor, 0o700)
                 os.fsync(descriptor)
         except (FileNotFoundError, ValueError) as error:
+            said = said or f"it wrote no library ({error})"
+        if said is not None:
             raise BuildFailed(
                 f"native kernels of {library.name} cannot be compiled with "
-                f"{' '.join(compiler.command)}: it wrote no library ({error})"
-            ) from error
+                f"{' '.join(compiler.command)} ({compiler.version}): {said}"
+            )
         place.move(unfinished, place, name)
     finally:
         place.remove(unfinished)
     logger.info("compiled %s in %.1f s", place.path / name, time.monotonic() - began)
-
-
-_UNFINISHED = ".building-"
 
 
 def _reached(place: PrivateFolder) -> str:
@@ -211,8 +203,9 @@ def _alone(place: PrivateFolder) -> Iterator[None]:
 
 
 def folder() -> pathlib.Path:
-    """Where libraries are kept; `NoHomeFolder` if there is no such place."""
-    return environment().cache_folder("native")
+    """Where libraries are stored; `NoHomeFolder` if there is no such place."""
+    where: pathlib.Path = environment().cache_folder("native")
+    return where
 
 
 def find(library: Library) -> pathlib.Path | None:
@@ -221,26 +214,16 @@ def find(library: Library) -> pathlib.Path | None:
     Whoever loads it opens it again, and checks what was opened: see `open_library`.
     """
     compiler = find_compiler()
-    return _find(library, compiler if isinstance(compiler, Compiler) else None)
+    return find_built(library, None if isinstance(compiler, str) else compiler)
 
 
-def find_built(library: Library) -> pathlib.Path | None:
-    """The same, whichever compiler has made it: none is started to be asked."""
-    return _find(library, None)
-
-
-def _find(library: Library, compiler: Compiler | None) -> pathlib.Path | None:
-    try:
-        with PrivateFolder.open(folder()) as place:
-            if compiler is not None:
-                names = [file_name(library, compiler)]
-            else:
-                start = f"{library.name}-{_key(library)}-"
-                names = [n for n in place.names() if n.startswith(start) and n.endswith(".so")]
-            found = next((name for name in names if _is_trusted(place, name)), None)
-            return None if found is None else place.path / found
-    except OSError:
-        return None
+def find_built(library: Library, compiler: Compiler | None = None) -> pathlib.Path | None:
+    """The same, whichever compiler has made it if none is given: none is started to be asked."""
+    with contextlib.suppress(OSError), PrivateFolder.open(folder()) as place:
+        for name in fnmatch.filter(place.names(), file_name(library, compiler)):
+            if _is_trusted(place, name):
+                return place.path / name
+    return None
 
 
 def open_library(file: pathlib.Path) -> int:
@@ -253,20 +236,14 @@ def open_library(file: pathlib.Path) -> int:
         return place.open_file(file.name, never=_WRITABLE)
 
 
-_WRITABLE = stat.S_IWOTH | stat.S_IWGRP
-
-
-def file_name(library: Library, compiler: Compiler) -> str:
-    """What the library is called when this compiler makes it."""
-    made_by = _short(*compiler.command, compiler.version)
-    return f"{library.name}-{_key(library)}-{made_by}.so"
-
-
-def _key(library: Library) -> str:
+def file_name(library: Library, compiler: Compiler | None) -> str:
+    """What the library is called when this compiler makes it; with None, a pattern for any."""
     import jaxlib
 
     version = getattr(jaxlib, "__version__", "")
-    return _short(library.source_hash(), *FLAGS, processor(), version)
+    key = _short(library.source_hash(), *FLAGS, processor(), version)
+    made_by = "*" if compiler is None else _short(*compiler.command, compiler.version)
+    return f"{library.name}-{key}-{made_by}.so"
 
 
 def _short(*parts: str) -> str:
