@@ -27,7 +27,7 @@ from .judge import NonDeterminism, differs, non_determinism
 
 
 class CandidateError(Exception):
-    """A candidate that cannot be used; the message is the reason that is kept."""
+    """A candidate that cannot be used; the message is the reason that is stored."""
 
 
 class BenchUnavailable(RuntimeError):
@@ -51,42 +51,33 @@ class Bench(Protocol):
     @property
     def clock(self) -> str:
         """Whose seconds `sample` gives: `"device"` or `"wall"`."""
-        ...
 
     def lower(self, function: Function) -> Lowered:
         """Trace a function of the inputs into a program."""
-        ...
 
     def compile(self, lowered: Lowered) -> Any:
         """Compile a program; the handle that comes back stands for it in the other calls."""
-        ...
 
     def run(self, handle: Any) -> None:
-        """Run it once and keep its output for `compare`."""
-        ...
+        """Run it once and hold its output for `compare`."""
 
     def compare(self, handle: Any, reference: Any) -> str | None:
         """Why the output of one handle differs from that of another, or None."""
-        ...
 
     def warm_up(self, handle: Any, times: int) -> None:
         """Run it a few times and learn how long a sample must be."""
-        ...
 
     def sample(self, handle: Any) -> float:
         """Seconds per call, from one sample."""
-        ...
 
     def repeats(self, handle: Any) -> NonDeterminism | None:
-        """How the output of the latest run differs from the one that `run` kept, or None.
+        """How the output of the latest run differs from the one that `run` held, or None.
 
         The latest run is the last one that was timed; without one, it is run again. Asked once.
         """
-        ...
 
     def forget(self, handle: Any) -> None:
         """Free what a handle holds."""
-        ...
 
 
 @dataclasses.dataclass(eq=False)

@@ -15,10 +15,11 @@ from ..config.functions import Function, call_with
 from ..config.outcome import Outcome, TuningFailed
 from ..core.static_part import StaticPart, split
 from .bench import Bench, Clock, LocalBench
+from .build import TuningTask
 from .clock import Stopwatch, typical
 from .inputs import outside_trace, random_like
 from .progress import Progress
-from .run import TuningRun, TuningTask
+from .run import TuningRun
 from .search.effort import Budget, Effort, effort_of
 from .search.pruning import Pruner
 
@@ -34,7 +35,7 @@ class Tuner:
         effort says (3 by default).
       effort: `"quick"`, `"standard"` or `"full"`: how long the finalists run, how much of a large
         space is searched.
-      seconds: stop after this time; the result is kept, marked incomplete, and continued later.
+      seconds: stop after this time; the result is stored, marked incomplete, and continued later.
       evaluations: measure at most this many candidates; likewise.
       strategy: how a large space is searched: `"auto"`, `"exhaustive"`, `"random"`, `"model"`, or
         an object with a `propose` method.

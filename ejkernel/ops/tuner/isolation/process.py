@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from ..bench import BenchUnavailable
-from .worker import NOTIFICATION, Blob, Channel, Disconnected, Header
+from .worker import NOTIFICATION, Blob, Channel, Header
 
 START_SECONDS = 120.0  # importing JAX takes seconds, on a busy machine many
 _LONGEST_LOG = 1 << 20
@@ -46,7 +47,7 @@ class Process:
     """One worker process.
 
     Args:
-      module: its `main` answers; it finds the pipes' numbers on its command line.
+      module: its `main` answers; it finds the numbers of its socket and pipe on its command line.
       environment: of the process, if not this one's.
     """
 
@@ -56,44 +57,36 @@ class Process:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         if os.name != "posix" or not sys.executable:
-            raise WorkerUnavailable("workers need POSIX pipes and a Python executable")
+            raise WorkerUnavailable("workers need POSIX and a Python executable")
         self._log = _unnamed_file()
         self._heard = 0  # how long the log was when it last answered
-        requests, replies, notifications = os.pipe(), os.pipe(), os.pipe()
-        theirs = (requests[0], replies[1], notifications[1])
+        ours, theirs = socket.socketpair()
+        notifications, notifying = os.pipe()
+        descriptors = (theirs.fileno(), notifying)
         path = json.dumps([str(folder) for folder in sys.path])
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, path, module, *map(str, theirs)],
+                [sys.executable, "-c", _PROGRAM, path, module, *map(str, descriptors)],
                 env=environment,
-                pass_fds=theirs,
+                pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
                 start_new_session=True,  # Ctrl-C is the parent's affair
             )
         finally:
-            for descriptor in theirs:
-                os.close(descriptor)
+            theirs.close()
+            os.close(notifying)
         self.pid = self._process.pid
-        self._channel = Channel(replies[0], requests[1])
-        self.notifications = CompileNotifications(notifications[0])
+        self._channel = Channel(ours)
+        self.notifications = CompileNotifications(notifications)
         self._closed = False
 
     def ask(
         self, header: Header, blobs: Sequence[Blob], seconds: float, doing: str
     ) -> tuple[Header, list[bytearray]]:
         """Send a request and wait for its answer. Raises `WorkerLost`, and is then of no use."""
-        try:
-            return self._converse(header, blobs, seconds, doing)
-        except BaseException:
-            self.kill()  # also after Ctrl-C: half a conversation cannot be taken up again
-            raise
-
-    def _converse(
-        self, header: Header, blobs: Sequence[Blob], seconds: float, doing: str
-    ) -> tuple[Header, list[bytearray]]:
-        started = False
+        started, answer = False, None
         if self._heard > _LONGEST_LOG:
             os.ftruncate(self._log, 0)
             self._heard = 0
@@ -106,7 +99,7 @@ class Process:
             answer = self._channel.receive(seconds)
             self._heard = os.fstat(self._log).st_size
             return answer
-        except Disconnected:
+        except ConnectionError:
             how = f"{self._end()} while {doing} it{self._last_words(logged)}"
             raise WorkerLost(how, started) from None
         except TimeoutError:
@@ -115,6 +108,9 @@ class Process:
             else:
                 how = f"the worker did not respond for {START_SECONDS:g} s and was killed"
             raise WorkerLost(how, started, too_long=started) from None
+        finally:
+            if answer is None:
+                self.kill()  # also after Ctrl-C: half a conversation cannot be taken up again
 
     def alive(self) -> bool:
         """Is it still there?"""
@@ -127,7 +123,7 @@ class Process:
         self.abandon()
 
     def abandon(self) -> None:
-        """Close this process' ends of the pipes, once."""
+        """Close this process' end of the connection, once."""
         if not self._closed:
             self._closed = True
             self._channel.close()
@@ -138,7 +134,7 @@ class Process:
             self._process.wait(timeout=10)
         code = self._process.poll()
         if code is None:
-            return "the worker closed its pipe"
+            return "the worker closed its socket"
         if code >= 0:
             return f"the worker exited with code {code}"
         name = signal.Signals(-code).name

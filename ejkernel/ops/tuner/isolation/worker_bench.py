@@ -66,6 +66,11 @@ class WorkerHandle:
     has_run: bool = False
     warm_ups: int = 0
 
+    def take_executable(self, attached: Sequence[Blob]) -> None:
+        """Remember what the worker compiled, for the next worker, if it could be written."""
+        self.executable = bytes(attached[0]) if attached else None
+        self.loaded_in = SHARED.generation
+
 
 class WorkerBench:
     """Runs candidates in a worker process: the `Bench` that survives them.
@@ -152,9 +157,8 @@ class WorkerBench:
                 )
 
         def action() -> Header:
-            for side in (handle, reference):
-                if side.output_in != SHARED.generation:
-                    self._run(side)
+            self._have_output(handle)
+            self._have_output(reference)
             return self._ask(handle, "compare", "comparing", reference=reference.number)
 
         answer = self._steadily(handle, action)
@@ -180,8 +184,7 @@ class WorkerBench:
 
     def repeats(self, handle: WorkerHandle) -> NonDeterminism | None:
         def action() -> Header:
-            if handle.output_in != SHARED.generation:
-                self._run(handle)
+            self._have_output(handle)
             return self._ask(handle, "repeats", "running")
 
         answer = self._steadily(handle, action)["difference"]
@@ -197,8 +200,7 @@ class WorkerBench:
         program = handle.lowered.program
         seconds, blobs = self._compile_seconds, [program.module]
         answer = self._ask(handle, "compile", "compiling", seconds, blobs, **program.header)
-        handle.executable = bytes(answer["attached"][0]) if answer["attached"] else None
-        handle.loaded_in = SHARED.generation
+        handle.take_executable(answer["attached"])
 
     def _is_compiled(self, handle: WorkerHandle) -> bool:
         """Begin compiling, or see whether that is done: several compile at the same time.
@@ -221,22 +223,15 @@ class WorkerBench:
         except CandidateError:
             SHARED.compiling.discard(handle.number)
             raise
-        if not answer["done"]:
-            self._end_if_it_compiles_too_long(handle)
-            return False
-        SHARED.compiling.discard(handle.number)
-        handle.executable = bytes(answer["attached"][0]) if answer["attached"] else None
-        handle.loaded_in = SHARED.generation
-        return True
-
-    def _end_if_it_compiles_too_long(self, handle: WorkerHandle) -> None:
-        """With the worker: compiling cannot be ended otherwise. Others begin again in a new one."""
-        if time.monotonic() - handle.begun_at <= self._compile_seconds:
-            return
-        SHARED.stop()
-        how = f"still compiling after {self._compile_seconds:g} s; the worker was killed"
-        self._dead[handle.lowered.fingerprint] = how
-        raise CandidateDied(how)
+        if answer["done"]:
+            SHARED.compiling.discard(handle.number)
+            handle.take_executable(answer["attached"])
+        elif time.monotonic() - handle.begun_at > self._compile_seconds:
+            # Compiling ends only with the worker. The others begin again in a new one.
+            SHARED.stop()
+            how = f"still compiling after {self._compile_seconds:g} s; the worker was killed"
+            raise self._died(handle, how)
+        return bool(answer["done"])
 
     def _load(self, handle: WorkerHandle) -> None:
         """Have the executable in the worker, from an earlier worker's if possible."""
@@ -259,6 +254,10 @@ class WorkerBench:
         self._load(handle)
         self._ask(handle, "run", "running")
         handle.has_run, handle.output_in = True, SHARED.generation
+
+    def _have_output(self, handle: WorkerHandle) -> None:
+        if handle.output_in != SHARED.generation:
+            self._run(handle)
 
     def _warm_up(self, handle: WorkerHandle) -> None:
         self._load(handle)
@@ -300,6 +299,10 @@ class WorkerBench:
             raise WorkerUnavailable(f"the worker cannot take the inputs: {answer['error']}")
         self._inputs_in = SHARED.generation
 
+    def _died(self, handle: WorkerHandle, how: str) -> CandidateDied:
+        self._dead[handle.lowered.fingerprint] = how
+        return CandidateDied(how)
+
     def _refuse_dead(self, handle: WorkerHandle) -> None:
         reason = self._dead.get(handle.lowered.fingerprint)
         if reason is not None:
@@ -328,9 +331,8 @@ class WorkerBench:
                 # follows the other: whoever it was, the next time it will be alone.
                 SHARED.one_at_a_time = True
                 raise
-            self._dead[handle.lowered.fingerprint] = str(lost)
             SHARED.one_at_a_time = False  # the culprit is found
-            raise CandidateDied(str(lost)) from None
+            raise self._died(handle, str(lost)) from None
         if "error" in answer:
             raise CandidateError(answer["error"])
         return {**answer, "attached": attached}

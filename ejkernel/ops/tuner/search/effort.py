@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Literal
-
-EffortName = Literal["quick", "standard", "full"]
 
 
 @dataclasses.dataclass(frozen=True)
