@@ -59,14 +59,14 @@ class Subject:
 
     def runnable(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """The function and real arguments for it: shapes are filled with random numbers."""
-        from ..ops.tuner.tuner import random_like_if_abstract
+        from ..ops.tuner.inputs import random_like
 
         if self.function is None:
             raise Failure(
                 f"{self.name} returns a lowered computation, which cannot be run with two sets of "
                 "configs; return (function, arguments) instead"
             )
-        arguments, keywords = random_like_if_abstract((self.arguments, self.keywords), seed=0)
+        arguments, keywords = random_like((self.arguments, self.keywords), only_abstract=True)
         return self.function, arguments, keywords
 
 

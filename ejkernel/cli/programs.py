@@ -88,9 +88,13 @@ def operations_of(program: Any, name: str) -> list[Found]:
     """The distinct labelled calls of a program, each with an invocation or why it has none."""
     from ..ops import device_fingerprint
     from ..ops.execution.offline import labelled_invocations
+    from ..ops.execution.results import Skipped
     from ..ops.utils import environment
 
-    found = list(labelled_invocations(program, device_fingerprint()))
+    calls = labelled_invocations(program, device_fingerprint())
+    found: list[Found] = [
+        (None, call) if isinstance(call, Skipped) else (call, None) for call in calls
+    ]
     if not found:
         stamp = environment.STAMP.read()
         why = (

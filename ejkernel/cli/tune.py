@@ -182,7 +182,8 @@ def _tuned(
     from ..ops.execution.tuning import tune_invocations
 
     if cluster is None:
-        return tune_invocations(selector, device_fingerprint(), found)
+        calls = [call for pair in found for call in pair if call is not None]
+        return tune_invocations(selector, device_fingerprint(), calls)
     from ..fleet import tune_on_cluster
 
     _check_address(cluster.address)

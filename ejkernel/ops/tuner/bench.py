@@ -21,8 +21,7 @@ from ..config.functions import Function
 from ..utils.fingerprint import current_device
 from ..utils.locations import without_locations
 from ..utils.stable import short_hash
-from .clock import Stopwatch
-from .device_time import DeviceTime, has_device_time
+from .clock import DeviceTime, Stopwatch, has_device_time
 from .judge import NonDeterminism, differs, non_determinism
 
 
@@ -124,12 +123,15 @@ class LocalBench:
 
     def compile(self, lowered: Lowered) -> LocalHandle:
         compiled = lowered.program.compile()
-        needed = _bytes_needed(compiled)
-        available = _available_bytes()
-        if needed is not None and available is not None and needed > available:
-            raise CandidateError(
-                f"it needs {_readable_bytes(needed)} and {_readable_bytes(available)} are available"
-            )
+        analysis, available = compiled.memory_analysis(), _available_bytes()
+        if analysis is not None and available is not None:
+            # In addition to the inputs, as the compiler says.
+            needed = int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes)
+            if needed > available:
+                raise CandidateError(
+                    f"it needs {_readable_bytes(needed)} and {_readable_bytes(available)} are "
+                    "available"
+                )
         watch = Stopwatch(
             lambda: compiled(self._arrays),
             self._timer,
@@ -173,14 +175,6 @@ def program_fingerprint(text: str) -> str:
     if _HOST_CALL.search(text):
         return f"calls-python-{next(_unique)}"
     return short_hash(text, 32)
-
-
-def _bytes_needed(compiled: Any) -> int | None:
-    """What running a program takes in addition to its inputs, as the compiler says, if it does."""
-    analysis = compiled.memory_analysis()
-    if analysis is None:
-        return None
-    return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes)
 
 
 def _available_bytes() -> int | None:

@@ -120,38 +120,38 @@ class Builder:
         if reasons := self._task.reasons_against(cfg):
             self.refuse(cfg, Verdict.UNSUPPORTED, "; ".join(reasons))
             return None
-        try:
+        with self.blaming(cfg):
             lowered = self.bench.lower(self._task.make_function(cfg))
-        except BenchUnavailable:
-            raise
-        except Exception as error:  # noqa: BLE001  a candidate may fail in any way: stored as data
-            self.refuse(cfg, Verdict.FAILED, reason_of(error))
-            return None
-        earlier = self._first_with.setdefault(lowered.fingerprint, cfg)
-        if earlier is not cfg:
+            earlier = self._first_with.setdefault(lowered.fingerprint, cfg)
+            if earlier is cfg:
+                return lowered
             self.refuse(cfg, Verdict.DUPLICATE, f"the same program as {earlier}")
             self.duplicates[stable_json(cfg)] = stable_json(earlier)
-            return None
-        return lowered
+        return None
 
     def _judged(self, cfg: Any, compiling: concurrent.futures.Future[Any]) -> Any:
-        try:
+        with self.blaming(cfg):
             handle = compiling.result()
             with self._task.guard(cfg):
                 self.bench.run(handle)
-            difference = (
-                None if self.reference is None else self.bench.compare(handle, self.reference)
-            )
-        except BenchUnavailable:
-            raise  # nobody's fault: no candidate is blamed
-        except Exception as error:  # noqa: BLE001  a candidate may fail in any way: stored as data
-            self.refuse(cfg, Verdict.FAILED, reason_of(error))
-            return None
-        if difference is not None:
+            if self.reference is None:
+                return handle
+            difference = self.bench.compare(handle, self.reference)
+            if difference is None:
+                return handle
             self.refuse(cfg, Verdict.WRONG, difference)
             self.bench.forget(handle)
-            return None
-        return handle
+        return None
+
+    @contextlib.contextmanager
+    def blaming(self, cfg: Any) -> Iterator[None]:
+        """A candidate may fail in any way: it is refused with the reason, and the others go on."""
+        try:
+            yield
+        except BenchUnavailable:
+            raise  # nobody's fault: no candidate is blamed
+        except Exception as error:  # noqa: BLE001  stored as data
+            self.refuse(cfg, Verdict.FAILED, reason_of(error))
 
     def refuse(self, cfg: Any, verdict: Verdict, reason: str) -> None:
         """Remember that a candidate cannot be used, and why."""

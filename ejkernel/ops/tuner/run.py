@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..config.outcome import Outcome, Trial, TuningFailed, TuningInterrupted, Verdict
@@ -35,6 +35,7 @@ class TuningRun:
         self.progress = progress
         self.budget = Budget(tuner.seconds, tuner.evaluations)
         self.builder = Builder(bench, task, progress.refused)
+        self._baseline = None if task.baseline is None else stable_json(task.baseline)
         self._racing_seconds: float | None = None  # most time for the race
         self.handles: dict[str, Any] = {}
         self.samples: dict[str, list[float]] = {}
@@ -45,15 +46,19 @@ class TuningRun:
         self._winner: str | None = None
 
     def run(self) -> Outcome[Any]:
-        task = self.task
-        fresh = [cfg for cfg in self._baseline_first() if stable_json(cfg) not in task.known]
+        task, effort = self.task, self.tuner.effort
+        # The baseline first: without a reference its output is what the others must equal.
+        ordered = sorted(task.candidates, key=lambda cfg: stable_json(cfg) != self._baseline)
+        fresh = [cfg for cfg in ordered if stable_json(cfg) not in task.known]
         if fresh:
             self._find_the_reference()
         try:
             if len(fresh) > RACE_AT_MOST and self.tuner.strategy != "exhaustive":
                 self._search(fresh)
             else:
-                self._race_all(fresh)
+                self._racing_seconds = effort.share_of_build * self._build(fresh)
+                if self.handles:
+                    self._race(list(self.handles), effort.rounds)
         except BenchUnavailable as error:
             raise TuningFailed(f"{task.name}: candidates cannot be run: {error}") from error
         except KeyboardInterrupt:
@@ -67,7 +72,7 @@ class TuningRun:
     def _find_the_reference(self) -> None:
         """Have something to compare with; a baseline that is yet to be built will be it."""
         reference = self.task.reference
-        if reference is None and self._baseline_key in self.task.known:
+        if reference is None and self._baseline in self.task.known:
             reference = self.task.make_function(self.task.baseline)
         if reference is None:
             return
@@ -79,21 +84,7 @@ class TuningRun:
                 f"{reason_of(error)}"
             ) from error
 
-    def _baseline_first(self) -> list[Any]:
-        """The baseline first: without a reference its output is what the others must equal."""
-        baseline = self._baseline_key
-        return sorted(self.task.candidates, key=lambda cfg: stable_json(cfg) != baseline)
-
-    @property
-    def _baseline_key(self) -> str | None:
-        return None if self.task.baseline is None else stable_json(self.task.baseline)
-
     # --- all of them -----------------------------------------------------------------------------
-
-    def _race_all(self, configs: list[Any]) -> None:
-        self._racing_seconds = self.tuner.effort.share_of_build * self._build(configs)
-        if self.handles:
-            self._race(list(self.handles), self.tuner.effort.rounds)
 
     def _build(self, configs: Sequence[Any]) -> float:
         """Have handles of the usable ones; how many seconds that took."""
@@ -102,9 +93,9 @@ class TuningRun:
         for cfg, handle in self.builder.build(configs):
             key = stable_json(cfg)
             self._configs[key] = cfg
-            if self.builder.reference is None and key == self._baseline_key:
+            if self.builder.reference is None and key == self._baseline:
                 self._trust_the_baseline(handle)
-            with contextlib.suppress(Withdrawn), self._blaming(key):
+            with self.builder.blaming(cfg):
                 self.bench.warm_up(handle, self.tuner.warmup)
                 self.handles[key] = handle
                 self.samples.setdefault(key, [])
@@ -125,7 +116,7 @@ class TuningRun:
             ) from error
 
     def _race(self, keys: list[str], rounds: int) -> None:
-        baseline = self._baseline_key
+        baseline = self._baseline
         self.progress.racing(len(keys), rounds)
         start, least = time.monotonic(), 2 * self.tuner.iters
 
@@ -156,11 +147,14 @@ class TuningRun:
         self._winner = None if winner is None else keys[winner]
 
     def _sample(self, key: str) -> float:
-        with self._blaming(key):
+        """Seconds of one more run; a candidate that ran before may still fail, and withdraws."""
+        with self.builder.blaming(self._configs[key]):
             seconds = self.bench.sample(self.handles[key])
             if key in self._unrepeated:
                 self._unrepeated.remove(key)
                 self._see_that_it_repeats(key)
+        if key in self.builder.refused:
+            raise Withdrawn
         return seconds
 
     def _see_that_it_repeats(self, key: str) -> None:
@@ -169,23 +163,10 @@ class TuningRun:
             return  # seen before it was trusted
         difference = self.bench.repeats(handle)
         self.bench.forget(handle)  # its output has been compared twice by now
-        if difference is None:
-            return
-        if not difference.harmless:
+        if difference is not None and difference.harmless:
+            self.remarks[key] = difference.reason
+        elif difference is not None:
             self.builder.refuse(self._configs[key], Verdict.NON_DETERMINISTIC, difference.reason)
-            raise Withdrawn
-        self.remarks[key] = difference.reason
-
-    @contextlib.contextmanager
-    def _blaming(self, key: str) -> Iterator[None]:
-        """A candidate that ran before may still fail later: it withdraws, the others go on."""
-        try:
-            yield
-        except (BenchUnavailable, Withdrawn):
-            raise
-        except Exception as error:
-            self.builder.refuse(self._configs[key], Verdict.FAILED, reason_of(error))
-            raise Withdrawn from error
 
     def _out_of_time(self) -> bool:
         return self.tuner.seconds is not None and self.budget.exhausted is not None
@@ -214,7 +195,7 @@ class TuningRun:
             key: seconds for key in self.samples if (seconds := self._seconds(key)) is not None
         }
         best = sorted(times, key=times.__getitem__)[: effort.finalists]
-        baseline = self._baseline_key
+        baseline = self._baseline
         if baseline in self.handles and baseline not in (*best, *self.builder.refused):
             best.append(baseline)
         if best:
@@ -281,7 +262,7 @@ class TuningRun:
         winner = measured.get(self._winner or "")
         if winner is None:
             fastest = min(measured.values(), key=lambda trial: trial.seconds or 0.0)
-            baseline = measured.get(self._baseline_key or "")
+            baseline = measured.get(self._baseline or "")
             return fastest if baseline is None else _faster(fastest, baseline)
         earlier = [trial for key, trial in measured.items() if not self.samples.get(key)]
         fastest = min(earlier, key=lambda trial: trial.seconds or 0.0, default=winner)

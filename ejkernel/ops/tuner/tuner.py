@@ -41,7 +41,7 @@ class Tuner:
         an object with a `propose` method.
       isolation: `"process"` compiles and runs candidates in a worker process that may be killed.
       clock: `"device"` ranks by the time that the profiler says the device worked, where it says
-        that; `"wall"` by the time that passed; `"auto"` by the device's on GPU and TPU.
+        that; `"wall"` by the wall clock; `"auto"` by the device's on GPU and TPU.
       prune: what to leave out before anything is measured: a function
         `(kernel, inv, candidates) -> Pruned` such as `ejkernel.targets.StaticPruner()`; None: what
         a bundle of ranked candidates says, if there is one for the call; False: nothing.
@@ -133,8 +133,7 @@ class Tuner:
         shapes are replaced by random arrays: under `jit` this times execution, not tracing.
         """
         with outside_trace():
-            args, kwargs = random_like_if_abstract((args, kwargs), self.seed)
-            arrays, rest = split((args, kwargs))
+            arrays, rest = split(random_like((args, kwargs), self.seed, only_abstract=True))
             compiled = jax.jit(lambda arrays: call_with(fn, rest, arrays)).lower(arrays).compile()
             watch = Stopwatch(lambda: compiled(arrays), self.timer)
             watch.warm_up(self.warmup)
@@ -156,12 +155,12 @@ class Tuner:
         ).best
 
     def tune(self, task: TuningTask) -> Outcome[Any]:
-        """The winner among a task's candidates, with everything that was found."""
+        """The winner among a task's candidates, with everything that was learned."""
         if not task.candidates:
             raise TuningFailed(f"{task.name}: there are no candidates to tune")
         with outside_trace():
-            args, kwargs = random_like_if_abstract((task.args, dict(task.kwargs)), self.seed)
-            arrays, rest = split((args, kwargs))
+            inputs = (task.args, dict(task.kwargs))
+            arrays, rest = split(random_like(inputs, self.seed, only_abstract=True))
             flat = dataclasses.replace(
                 task,
                 make_function=lambda cfg: _flat(task.make_function(cfg), rest),
@@ -182,13 +181,3 @@ class Tuner:
 
 def _flat(function: Function, rest: StaticPart) -> Function:
     return lambda *arrays: call_with(function, rest, arrays)
-
-
-def random_like_if_abstract(tree: Any, seed: int) -> Any:
-    """Replace tracers and abstract shapes by random arrays; keep real arrays."""
-
-    def real(leaf: Any) -> Any:
-        abstract = isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct))
-        return random_like(leaf, seed) if abstract else leaf
-
-    return jax.tree.map(real, tree)

@@ -73,7 +73,7 @@ class Journal:
     """Notes of what runs, and the list of what crashed, in a folder that many processes share.
 
     Args:
-      folder: where to keep them; default: `default_folder()`.
+      folder: where they are; default: `default_folder()`.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
@@ -82,7 +82,7 @@ class Journal:
 
     @contextlib.contextmanager
     def about_to_run(self, key_text: str, config_text: str) -> Iterator[None]:
-        """Keep a note on disk while the block runs; an exception is not a crash."""
+        """Have a note on disk while the block runs; an exception is not a crash."""
         name = f"{os.getpid()}-{uuid.uuid4().hex}.json"
         note = Note(
             key_text,
@@ -116,17 +116,17 @@ class Journal:
 
         Of several processes that ask at once, one is told.
         """
-        found: list[Note] = []
+        culprits: list[Note] = []
         try:
             with self._inside("running") as running:
                 for name in self._notes(running):
                     if (note := self._dead(running, name)) is not None:
-                        found.append(note)
+                        culprits.append(note)
         except (FileNotFoundError, NotADirectoryError):
             pass  # nothing was ever noted
         except OSError as error:
             self._warn(f"the journal {self.folder} cannot be read: {error}")
-        return found
+        return culprits
 
     def _dead(self, running: PrivateFolder, name: str) -> Note | None:
         """A note whose process is gone; it is then moved to the list."""
@@ -158,8 +158,8 @@ class Journal:
             return None
         file = self.folder / "crashed" / name
         try:
-            found = parse_json(data)
-            when, host, pid = found["when"], found["host"], found["pid"]
+            plain = parse_json(data)
+            when, host, pid = plain["when"], plain["host"], plain["pid"]
         except (ValueError, TypeError, KeyError):
             # Its name alone says that it crashed.
             return f"it ended its process before (delete {file} to try it again)"

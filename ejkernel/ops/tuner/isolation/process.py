@@ -6,9 +6,9 @@ import atexit
 import contextlib
 import json
 import os
+import queue
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -16,10 +16,11 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from ..bench import BenchUnavailable
-from .worker import NOTIFICATION, Blob, Channel, Header
+from .worker import Blob, Channel, Header
 
 START_SECONDS = 120.0  # importing JAX takes seconds, on a busy machine many
 _LONGEST_LOG = 1 << 20
+MOST_COMPILERS = 8  # programs that are compiled at the same time
 # As `python -m` would, but with this process' import path: it may have been extended by hand.
 _PROGRAM = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
@@ -47,22 +48,23 @@ class Process:
     """One worker process.
 
     Args:
-      module: its `main` answers; it finds the numbers of its socket and pipe on its command line.
+      module: its `main` answers; it finds the numbers of its sockets on its command line.
       environment: of the process, if not this one's.
+      compilers: how many programs it compiles at the same time, each over a socket of its own.
     """
 
     def __init__(
         self,
         module: str = "ejkernel.ops.tuner.isolation.worker",
         environment: Mapping[str, str] | None = None,
+        compilers: int = 0,
     ) -> None:
         if os.name != "posix" or not sys.executable:
             raise WorkerUnavailable("workers need POSIX and a Python executable")
         self._log = _unnamed_file()
         self._heard = 0  # how long the log was when it last answered
-        ours, theirs = socket.socketpair()
-        notifications, notifying = os.pipe()
-        descriptors = (theirs.fileno(), notifying)
+        pairs = [socket.socketpair() for _ in range(1 + compilers)]
+        descriptors = [theirs.fileno() for _, theirs in pairs]
         path = json.dumps([str(folder) for folder in sys.path])
         try:
             self._process = subprocess.Popen(
@@ -75,17 +77,34 @@ class Process:
                 start_new_session=True,  # Ctrl-C is the parent's affair
             )
         finally:
-            theirs.close()
-            os.close(notifying)
+            for _, theirs in pairs:
+                theirs.close()
         self.pid = self._process.pid
-        self._channel = Channel(ours)
-        self.notifications = CompileNotifications(notifications)
+        self._channels = [Channel(ours) for ours, _ in pairs]
+        self._compilers: queue.SimpleQueue[Channel] = queue.SimpleQueue()
+        for channel in self._channels[1:]:
+            self._compilers.put(channel)
         self._closed = False
 
     def ask(
         self, header: Header, blobs: Sequence[Blob], seconds: float, doing: str
     ) -> tuple[Header, list[bytearray]]:
         """Send a request and wait for its answer. Raises `WorkerLost`, and is then of no use."""
+        return self._ask(self._channels[0], header, blobs, seconds, doing)
+
+    def compile(
+        self, header: Header, blobs: Sequence[Blob], seconds: float
+    ) -> tuple[Header, list[bytearray]]:
+        """As `ask`, while other requests are answered: several threads may call it."""
+        channel = self._compilers.get()
+        try:
+            return self._ask(channel, header, blobs, seconds, "compiling")
+        finally:
+            self._compilers.put(channel)
+
+    def _ask(
+        self, channel: Channel, header: Header, blobs: Sequence[Blob], seconds: float, doing: str
+    ) -> tuple[Header, list[bytearray]]:
         started, answer = False, None
         if self._heard > _LONGEST_LOG:
             os.ftruncate(self._log, 0)
@@ -93,10 +112,10 @@ class Process:
         # Not from now on: one that ended before it was asked anything has said why, too.
         logged = self._heard
         try:
-            self._channel.send(header, blobs, START_SECONDS)
-            self._channel.receive(START_SECONDS)
+            channel.send(header, blobs, START_SECONDS)
+            channel.receive(START_SECONDS)
             started = True
-            answer = self._channel.receive(seconds)
+            answer = channel.receive(seconds)
             self._heard = os.fstat(self._log).st_size
             return answer
         except ConnectionError:
@@ -114,20 +133,24 @@ class Process:
 
     def alive(self) -> bool:
         """Is it still there?"""
-        return not self._closed and self._process.poll() is None
+        return self._process.poll() is None
 
     def kill(self) -> None:
-        """End it now."""
+        """End it now. Those who wait for an answer are told by their sockets."""
         self._process.kill()
         self._process.wait()
-        self.abandon()
 
-    def abandon(self) -> None:
-        """Close this process' end of the connection, once."""
+    def close(self) -> None:
+        """Close this process' ends of the sockets and the log, once."""
         if not self._closed:
             self._closed = True
-            self._channel.close()
+            for channel in self._channels:
+                channel.close()
             os.close(self._log)
+
+    def __del__(self) -> None:  # not in `kill`: other threads may use them still
+        if hasattr(self, "_closed"):
+            self.close()
 
     def _end(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -147,46 +170,6 @@ class Process:
         lines = os.pread(self._log, size - start, start).decode(errors="replace").split("\n")
         words = [line.strip() for line in lines if line.strip()]
         return f"; its last words: {words[-1][:300]}" if words else ""
-
-
-class CompileNotifications:
-    """What a worker tells unasked: the numbers of the handles whose programs are compiled.
-
-    To be waited for, where asking again and again would take the time of those who compile.
-    """
-
-    def __init__(self, reading: int) -> None:
-        self._reading = reading
-        self._lock = threading.Lock()
-        self._awaited: dict[int, threading.Event] = {}
-        self._ended = False
-        threading.Thread(target=self._listen, name="ejkernel-notifications", daemon=True).start()
-
-    def expect(self, number: int) -> threading.Event:
-        """What is set as soon as this number is told, or none will be told any more."""
-        event = threading.Event()
-        with self._lock:
-            self._awaited[number] = event
-            if self._ended:
-                event.set()
-        return event
-
-    def forget_in_fork(self) -> None:
-        """Nobody listens in a forked child."""
-        os.close(self._reading)
-
-    def _listen(self) -> None:
-        while notification := os.read(self._reading, struct.calcsize(NOTIFICATION)):
-            (number,) = struct.unpack(NOTIFICATION, notification)
-            with self._lock:
-                event = self._awaited.pop(number, None)
-            if event is not None:
-                event.set()
-        os.close(self._reading)
-        with self._lock:
-            self._ended = True
-            for event in self._awaited.values():
-                event.set()
 
 
 def _unnamed_file() -> int:
@@ -216,7 +199,7 @@ class Shared:
         """Have a worker that runs, with these settings. Hold the lock."""
         if self.process is None or not self.process.alive():
             self.stop()
-            self.process = Process()
+            self.process = Process(compilers=MOST_COMPILERS)
             self.generation += 1
             self.compiling.clear()
             self._settings = None
@@ -229,7 +212,7 @@ class Shared:
     def ask(
         self, header: Header, blobs: Sequence[Blob], seconds: float, doing: str
     ) -> tuple[Header, list[bytearray]]:
-        """Ask the worker that `ensure` found."""
+        """Ask the worker that `ensure` provided."""
         assert self.process is not None
         garbage = [self.garbage.pop() for _ in range(len(self.garbage))]
         return self.process.ask({**header, "garbage": garbage}, blobs, seconds, doing)
@@ -243,8 +226,7 @@ class Shared:
     def forget_in_fork(self) -> None:
         """A forked child has no worker: the one it sees is its parent's."""
         if self.process is not None:
-            self.process.abandon()
-            self.process.notifications.forget_in_fork()
+            self.process.close()
         self.__init__()  # type: ignore[misc]  # the lock too: who held it is not here
 
 

@@ -19,7 +19,6 @@ import threading
 import time
 import types
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -33,9 +32,6 @@ from ejkernel.native import loading as native
 from ...utils.serialize import dtype_name
 from ..bench import CandidateError, LocalBench, LocalHandle, Lowered
 from ..judge import differs
-
-NOTIFICATION = "!Q"  # the number of a handle, in the pipe of what is told unasked
-MOST_COMPILERS = 8  # programs that are compiled at the same time
 
 Header = dict[str, Any]
 Blob = bytes | bytearray | memoryview
@@ -103,11 +99,6 @@ def raw(array: np.ndarray[Any, Any]) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def _array(description: list[Any], blob: Blob) -> np.ndarray[Any, Any]:
-    name, shape = description
-    return np.frombuffer(blob, np.dtype(name)).reshape(shape)
-
-
 # --- what the parent may ask for -----------------------------------------------------------------
 
 
@@ -117,15 +108,13 @@ class _Bench:
     Handles go by the numbers that the parent gave them.
     """
 
-    def __init__(self, worker: _Worker, header: Header, arrays: list[Any]) -> None:
-        self._worker = worker
+    def __init__(self, header: Header, arrays: list[Any]) -> None:
         # On the default device, which `configure` set. Not committed to it: JAX 0.10 refuses
         # committed arrays of 4 bits, as if their layout were another one.
         self._arrays = [jax.device_put(array) for array in arrays]
         self._device = _device(header["device"])
         self._local = LocalBench(self._arrays, clock=header["clock"])
         self._handles: dict[int, LocalHandle] = {}
-        self._compiling: dict[int, Future[tuple[LocalHandle, list[bytes]]]] = {}
         self._like: dict[str, export.Exported] = {}
         self._making_like = threading.Lock()
 
@@ -136,22 +125,20 @@ class _Bench:
             self._local.forget(self._handles[number])
 
     def compile(self, header: Header, module: Blob) -> Header:
-        self._handles[header["handle"]], attached = self._compiled(header, module)
-        return {"attached": attached}
-
-    def begin(self, header: Header, module: Blob) -> None:
-        """Compile alongside other requests; a notification tells when to ask for `compiled`."""
-        compiling = self._worker.compilers.submit(self._compiled, header, module)
-        self._compiling[header["handle"]] = compiling
-        told = struct.pack(NOTIFICATION, header["handle"])
-        compiling.add_done_callback(lambda _: os.write(self._worker.notifications, told))
-
-    def compiled(self, header: Header) -> Header:
-        number = header["handle"]
-        if not self._compiling[number].done():
-            return {"done": False}
-        self._handles[number], attached = self._compiling.pop(number).result()
-        return {"done": True, "attached": attached}
+        """Compile a program; attached is its executable for `load`, if that can be written."""
+        native.load_same(header["native"])
+        call: Any = dataclasses.replace(
+            self._trivial(header),
+            mlir_module_serialized=bytes(module),
+            module_kept_var_idx=tuple(header["kept"]),
+        ).call
+        handle = self._local.compile(Lowered("", jax.jit(call).lower(self._arrays)))
+        self._handles[header["handle"]] = handle
+        try:
+            payload, _, _ = serialize_executable.serialize(handle.compiled)
+        except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
+            return {}  # this backend cannot: then a new worker has to compile again
+        return {"attached": [payload]}
 
     def load(self, header: Header, payload: Blob) -> None:
         """Have an executable that an earlier worker compiled, in the same place.
@@ -193,21 +180,6 @@ class _Bench:
         difference = self._local.repeats(self._handles[header["handle"]])
         return {"difference": difference and dataclasses.asdict(difference)}
 
-    def _compiled(self, header: Header, module: Blob) -> tuple[LocalHandle, list[bytes]]:
-        """A program, and its executable for `load`; nothing if this backend cannot write that."""
-        native.load_same(header["native"])
-        call: Any = dataclasses.replace(
-            self._trivial(header),
-            mlir_module_serialized=bytes(module),
-            module_kept_var_idx=tuple(header["kept"]),
-        ).call
-        handle = self._local.compile(Lowered("", jax.jit(call).lower(self._arrays)))
-        try:
-            payload, _, _ = serialize_executable.serialize(handle.compiled)
-        except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError):
-            return handle, []  # then a new worker has to compile again
-        return handle, [payload]
-
     def _trivial(self, header: Header) -> export.Exported:
         """A program with the same inputs and outputs that does nothing.
 
@@ -231,9 +203,7 @@ class _Bench:
 class _Worker:
     """Does what the parent asks for: the requests that are not about one bench, and the others."""
 
-    def __init__(self, notifications: int) -> None:
-        self.notifications = notifications
-        self.compilers = ThreadPoolExecutor(MOST_COMPILERS)
+    def __init__(self) -> None:
         self._benches: dict[int, _Bench] = {}
 
     def answer(self, header: Header, blobs: list[bytearray]) -> Header:
@@ -243,22 +213,20 @@ class _Worker:
             elif number in self._benches:
                 self._benches[number].free(what, handle)
         if header["do"] == "configure":
-            self._configure(header)
+            for name, value in header["config"].items():
+                jax.config.update(name, value)
+            # An executable that JAX took from its cache on disk cannot be serialised: the copy
+            # loads, and has lost its functions when it runs.
+            jax.config.update("jax_enable_compilation_cache", False)
+            jax.config.update("jax_default_device", _device(header["device"]))
         elif header["do"] == "inputs":
-            arrays = [_array(*pair) for pair in zip(header["arrays"], blobs, strict=True)]
-            self._benches[header["bench"]] = _Bench(self, header, arrays)
+            described = zip(header["arrays"], blobs, strict=True)
+            arrays = [np.frombuffer(b, np.dtype(name)).reshape(s) for (name, s), b in described]
+            self._benches[header["bench"]] = _Bench(header, arrays)
         elif header["do"] != "nothing":
             request = getattr(self._benches[header["bench"]], header["do"])
             return request(header, *blobs) or {}
         return {}
-
-    def _configure(self, header: Header) -> None:
-        for name, value in header["config"].items():
-            jax.config.update(name, value)
-        # An executable that JAX took from its cache on disk cannot be serialised: the copy loads,
-        # and has lost its functions when it runs.
-        jax.config.update("jax_enable_compilation_cache", False)
-        jax.config.update("jax_default_device", _device(header["device"]))
 
 
 def _device(place: list[Any]) -> Any:
@@ -278,15 +246,20 @@ def _exit_when_closed(reading: int) -> None:
 
 
 def serve_parent(answer_of: Callable[[Header, list[bytearray]], Header]) -> None:
-    """Answer the parent, whose socket is named on the command line, until it is gone.
+    """Answer the parent, whose sockets are named on the command line, until it is gone.
 
     `answer_of` gives the answer to a request, with blobs in `attached`; the parent is told of an
-    exception.
+    exception. Each socket has a thread of its own.
     """
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    os.dup2(2, 1)  # stray output has nowhere to do harm: the socket is not a standard stream
-    threading.Thread(target=_exit_when_closed, args=(connection.fileno(),), daemon=True).start()
-    channel = Channel(connection)
+    first, *others = [socket.socket(fileno=int(number)) for number in sys.argv[1:]]
+    os.dup2(2, 1)  # stray output has nowhere to do harm: the sockets are no standard streams
+    threading.Thread(target=_exit_when_closed, args=(first.fileno(),), daemon=True).start()
+    for other in others:
+        threading.Thread(target=_serve, args=(Channel(other), answer_of), daemon=True).start()
+    _serve(Channel(first), answer_of)
+
+
+def _serve(channel: Channel, answer_of: Callable[[Header, list[bytearray]], Header]) -> None:
     try:
         while True:
             header, blobs = channel.receive()
@@ -307,7 +280,7 @@ def serve_parent(answer_of: Callable[[Header, list[bytearray]], Header]) -> None
 def main() -> None:
     """Run and time candidates for the parent."""
     sys.setswitchinterval(0.0005)  # the parent need not wait until a compiling thread gives way
-    serve_parent(_Worker(notifications=int(sys.argv[2])).answer)
+    serve_parent(_Worker().answer)
 
 
 if __name__ == "__main__":
