@@ -123,7 +123,7 @@ def benchmark(
     >>> benchmark(jnp.sin, jnp.ones(8), num_iters=10) > 0
     True
     """
-    from ..tuner.clock import Stopwatch, typical
+    from ..tuner.clock import Stopwatch
     from ..tuner.inputs import outside_trace, random_like
 
     for name, value, least in (("num_iters", num_iters, 1), ("num_warmup", num_warmup, 0)):
@@ -132,8 +132,7 @@ def benchmark(
     with outside_trace():
         args, kwargs = random_like((args, kwargs), only_abstract=True)
         watch = Stopwatch(lambda: fn(*args, **kwargs), shortest_sample=0.0)
-        watch.warm_up(num_warmup)
-        return typical([watch.sample() for _ in range(num_iters)]) * 1e3
+        return watch.measure(num_warmup, num_iters) * 1e3
 
 
 def autotune_recorded(

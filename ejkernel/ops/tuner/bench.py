@@ -7,9 +7,11 @@ needs nothing of the user's code but the lowered program.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
+import pathlib
 import re
 import time
 from collections.abc import Callable
@@ -189,13 +191,10 @@ def _available_bytes() -> int | None:
 
 
 def _host_bytes() -> int | None:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:  # not Linux
-        pass
+    with contextlib.suppress(OSError):  # not Linux
+        text = pathlib.Path("/proc/meminfo").read_text(encoding="ascii")
+        if available := re.search(r"^MemAvailable: +(\d+) kB", text, re.MULTILINE):
+            return int(available[1]) * 1024
     names = getattr(os, "sysconf_names", {})
     if "SC_PHYS_PAGES" in names and "SC_PAGE_SIZE" in names:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

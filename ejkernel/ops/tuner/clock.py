@@ -81,6 +81,11 @@ class Stopwatch:
         busy = self._device_time(timed)
         return (wall if busy is None else busy) / self._calls
 
+    def measure(self, warmup: int, samples: int) -> float:
+        """The typical seconds per call, after warming up."""
+        self.warm_up(warmup)
+        return typical([self.sample() for _ in range(samples)])
+
     def take_output(self) -> Any:
         """What the last measured call returned, once (None: it was not called); then no more."""
         output, self._output, self._keeps_output = self._output, None, False

@@ -144,23 +144,10 @@ class NotebookBar:
 
 
 class Progress(Bar):
-    """Shows how far a tuning run is, and tells a listener of each step.
-
-    Each step is told with `name`, what is tuned. The steps are `"build"` (`candidates`, how many),
-    `"candidate"` (`cfg`, `verdict`, `reason`: one is ready, or refused), `"race"` (`candidates`,
-    `rounds` at most) and `"round"` (`running`, `done`).
-
-    Args:
-      name: what is tuned.
-      wanted: show it; None: if the error output is a terminal or a notebook.
-      on_step: called as `on_step(step, name=, **data)`.
-    """
+    """Shows how far a tuning run is, and tells a listener of each step, as `Tuner` describes."""
 
     def __init__(
-        self,
-        name: str,
-        wanted: bool | None = None,
-        on_step: Callable[..., None] | None = None,
+        self, name: str, wanted: bool | None = None, on_step: Callable[..., None] | None = None
     ) -> None:
         super().__init__(name, wanted)
         self._whole_name = name

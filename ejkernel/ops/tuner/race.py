@@ -56,9 +56,9 @@ class Race:
     baseline: int | None = None
     margin: float = 0.01
     seed: int = 0
-    on_round: Callable[[int, int], None] | None = None
-    stop: Callable[[], object] | None = None
-    out_of_time: Callable[[], object] | None = None
+    on_round: Callable[[int, int], None] = lambda running, done: None
+    stop: Callable[[], bool] = lambda: False
+    out_of_time: Callable[[], bool] = lambda: False
     settling: float = 0.0
     timer: Callable[[], float] = time.monotonic
 
@@ -79,8 +79,7 @@ class Race:
             self._round(self.running)
             if not self.running:
                 return None
-            if self.on_round is not None:
-                self.on_round(len(self.running), done)
+            self.on_round(len(self.running), done)
             has_settled = self.timer() - start >= self.settling
             if has_settled and done >= 2:
                 self._drop_the_clearly_slower()
@@ -92,7 +91,7 @@ class Race:
                 if self._settled():
                     self.sure = True
                     break
-            if self._is_out_of_time() or (self.stop is not None and self.stop()):
+            if self.out_of_time() or self.stop():
                 break
         return self._winner()
 
@@ -104,9 +103,6 @@ class Race:
                 self.samples[index].append(self.samplers[index]())
             except Withdrawn:
                 self._withdraw(index)
-
-    def _is_out_of_time(self) -> bool:
-        return self.out_of_time is not None and bool(self.out_of_time())
 
     def doubt(self) -> float:
         """By how much somebody else may yet turn out faster than the leader, as a share."""
@@ -180,7 +176,7 @@ class Race:
         pair = (challenger, baseline)
         before = [len(self.samples[index]) for index in pair]  # the baseline may have had another
         for done in range(1, DUEL[1] + 1):
-            if self._is_out_of_time():  # all that was measured so far must do
+            if self.out_of_time():  # all that was measured so far must do
                 gain, error = compare(self.samples[baseline], self.samples[challenger])
                 return beats_the_noise(gain, error)
             self._round(pair)

@@ -16,7 +16,7 @@ from ..config.outcome import Outcome, TuningFailed
 from ..core.static_part import StaticPart, split
 from .bench import Bench, Clock, LocalBench
 from .build import TuningTask
-from .clock import Stopwatch, typical
+from .clock import Stopwatch
 from .inputs import outside_trace, random_like
 from .progress import Progress
 from .run import TuningRun
@@ -136,8 +136,7 @@ class Tuner:
             arrays, rest = split(random_like((args, kwargs), self.seed, only_abstract=True))
             compiled = jax.jit(lambda arrays: call_with(fn, rest, arrays)).lower(arrays).compile()
             watch = Stopwatch(lambda: compiled(arrays), self.timer)
-            watch.warm_up(self.warmup)
-            return typical([watch.sample() for _ in range(self.iters)])
+            return watch.measure(self.warmup, self.iters)
 
     def autotune(
         self,
