@@ -454,7 +454,7 @@ def test_stray_output_and_forks_do_no_harm(tmp_path):
         before = worker_pid()
         assert bench.compare(double, double) is None
         assert worker_pid() == before
-        print("fine", os.fstat(worker_bench.SHARED.process._log).st_size)
+        print("fine", os.fstat(worker_bench.SHARED.process._log.fileno()).st_size)
         """,
         folder=tmp_path,
         XLA_FLAGS="--xla_dump_to=-",

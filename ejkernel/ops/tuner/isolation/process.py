@@ -61,7 +61,7 @@ class Process:
     ) -> None:
         if os.name != "posix" or not sys.executable:
             raise WorkerUnavailable("workers need POSIX and a Python executable")
-        self._log = _unnamed_file()
+        self._log = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  what it prints
         self._heard = 0  # how long the log was when it last answered
         pairs = [socket.socketpair() for _ in range(1 + compilers)]
         descriptors = [theirs.fileno() for _, theirs in pairs]
@@ -107,7 +107,8 @@ class Process:
     ) -> tuple[Header, list[bytearray]]:
         started, answer = False, None
         if self._heard > _LONGEST_LOG:
-            os.ftruncate(self._log, 0)
+            self._log.seek(0)  # the worker writes where this says
+            self._log.truncate()
             self._heard = 0
         # Not from now on: one that ended before it was asked anything has said why, too.
         logged = self._heard
@@ -116,7 +117,7 @@ class Process:
             channel.receive(START_SECONDS)
             started = True
             answer = channel.receive(seconds)
-            self._heard = os.fstat(self._log).st_size
+            self._heard = os.fstat(self._log.fileno()).st_size
             return answer
         except ConnectionError:
             how = f"{self._end()} while {doing} it{self._last_words(logged)}"
@@ -146,7 +147,7 @@ class Process:
             self._closed = True
             for channel in self._channels:
                 channel.close()
-            os.close(self._log)
+            self._log.close()
 
     def __del__(self) -> None:  # not in `kill`: other threads may use them still
         if hasattr(self, "_closed"):
@@ -165,20 +166,12 @@ class Process:
         return f"the worker was killed by {name}{hint}"
 
     def _last_words(self, logged: int) -> str:
-        size = os.fstat(self._log).st_size
+        log = self._log.fileno()
+        size = os.fstat(log).st_size
         start = max(logged, size - 2000)
-        lines = os.pread(self._log, size - start, start).decode(errors="replace").split("\n")
+        lines = os.pread(log, size - start, start).decode(errors="replace").split("\n")
         words = [line.strip() for line in lines if line.strip()]
         return f"; its last words: {words[-1][:300]}" if words else ""
-
-
-def _unnamed_file() -> int:
-    """A file for what a worker prints, without a name: it goes when the processes do."""
-    created, name = tempfile.mkstemp(prefix="ejkernel-worker-")
-    os.close(created)
-    descriptor = os.open(name, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
-    os.unlink(name)
-    return descriptor
 
 
 class Shared:
