@@ -20,10 +20,10 @@ from typing import Any, Literal, Protocol
 import jax
 
 from ..config.functions import Function
-from ..utils.fingerprint import current_device
+from ..utils.fingerprint import current_device, device_kind
 from ..utils.locations import without_locations
 from ..utils.stable import short_hash
-from .clock import DeviceTime, Stopwatch, has_device_time
+from .clock import PLANES, DeviceTime, Stopwatch
 from .judge import NonDeterminism, differs, non_determinism
 
 
@@ -108,7 +108,7 @@ class LocalBench:
     ) -> None:
         self._arrays = arrays
         self._timer = timer
-        by_device = clock == "device" or (clock == "auto" and has_device_time())
+        by_device = clock == "device" or (clock == "auto" and device_kind() in PLANES)
         self._device_time = DeviceTime() if by_device else None
 
     @property

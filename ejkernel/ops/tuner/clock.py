@@ -114,7 +114,8 @@ def typical(samples: list[float] | tuple[float, ...]) -> float:
 
 # --- the device's own time -----------------------------------------------------------------------
 
-_PLANES = {"gpu": "/device:GPU:", "tpu": "/device:TPU:"}
+# Devices whose profiler tells their time from the wall clock's, and what it calls them.
+PLANES = {"gpu": "/device:GPU:", "tpu": "/device:TPU:"}
 
 
 class ProfilerTaken(RuntimeError):
@@ -156,11 +157,6 @@ class DeviceTime:
         return busy
 
 
-def has_device_time(device: Any = None) -> bool:
-    """Is there a profiler that could tell a device's time from the wall clock's?"""
-    return device_kind(device) in _PLANES
-
-
 def profile_of(function: Callable[[], Any]) -> Any:
     """The profile of one run of a function."""
     with tempfile.TemporaryDirectory(prefix="ejkernel-profile-") as folder:
@@ -185,7 +181,7 @@ def busy_seconds(profile: Any) -> float | None:
     busiest = [
         _covered(_intervals(plane))
         for plane in profile.planes
-        if plane.name.startswith(tuple(_PLANES.values()))
+        if plane.name.startswith(tuple(PLANES.values()))
     ]
     longest = max(busiest, default=0.0)
     return longest * 1e-9 if longest > 0 else None

@@ -235,7 +235,7 @@ def test_crash_and_hang_cost_only_the_culprits():
         with pytest.raises(CandidateDied, match="still running after 3 s; the worker was killed"):
             bench.run(endless)
         assert gone(after)
-        # The culprits stay dead, whatever is asked of them, and so do their twins.
+        # The culprits stay dead, whatever is asked of them, and so do their duplicates.
         for culprit in (deadly, endless):
             for use in (bench.run, bench.sample, lambda handle: bench.compare(handle, reference)):
                 with pytest.raises(CandidateDied):

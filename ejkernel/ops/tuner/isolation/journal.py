@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import pathlib
@@ -78,6 +79,7 @@ class Journal:
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self.folder = default_folder() if folder is None else pathlib.Path(folder)
+        self._inside = functools.partial(PrivateFolder.open_inner, self.folder)
         self._said = False
 
     @contextlib.contextmanager
@@ -175,11 +177,6 @@ class Journal:
                 return [crashed.path / name for name in crashed.names() if name.endswith(".json")]
         except OSError:
             return []
-
-    def _inside(
-        self, name: str, *, create: bool = False
-    ) -> contextlib.AbstractContextManager[PrivateFolder]:
-        return PrivateFolder.open_inner(self.folder, name, create=create)
 
     def _notes(self, running: PrivateFolder) -> list[str]:
         """The notes; removes what was never finished."""
