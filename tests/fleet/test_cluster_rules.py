@@ -1,4 +1,4 @@
-"""The rules of tuning on a cluster, without one: what travels, and what is tried again."""
+"""The rules of tuning on a cluster, without one: what is sent, and what is tried again."""
 
 from __future__ import annotations
 
