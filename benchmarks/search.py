@@ -29,7 +29,7 @@ from record_table import Experiment, experiments
 from reference_times import ReferenceTimes
 
 from ejkernel.ops.config.outcome import Outcome, Verdict
-from ejkernel.ops.tuner.run import TuningTask
+from ejkernel.ops.tuner.build import TuningTask
 from ejkernel.ops.tuner.tuner import Tuner
 
 REFERENCE_ROUNDS = 200

@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 from reference_times import ReferenceTimes
 
-from ejkernel.ops.tuner.run import TuningTask
+from ejkernel.ops.tuner.build import TuningTask
 from ejkernel.ops.tuner.tuner import Tuner
 
 

@@ -106,14 +106,15 @@ class Screen:
         monkeypatch.setitem(sys.modules, "IPython", ipython)
         monkeypatch.setitem(sys.modules, "IPython.display", display)
 
-    def display(self, thing, display_id):
+    def display(self, data, raw, display_id):
         assert display_id is True
-        self.update(thing)
+        self.update(data, raw)
         return self
 
-    def update(self, thing):
-        assert repr(thing) == ""
-        self.drawn.append(thing._repr_html_())
+    def update(self, data, raw):
+        assert raw is True
+        assert data["text/plain"] == ""
+        self.drawn.append(data["text/html"])
 
 
 def test_a_bar_in_a_notebook(monkeypatch):

@@ -61,7 +61,7 @@ class Subject:
 
     def compare(self, result: AutotuningResult, **limits: Any) -> BeforeAfter:
         """Run it with heuristic configs and with a result's; shapes become random numbers."""
-        from ..ops.tuner.tuner import random_like_if_abstract
+        from ..ops.tuner.inputs import random_like
         from ..report import before_and_after
 
         if self.function is None:
@@ -70,7 +70,7 @@ class Subject:
                 "configs; return (function, arguments) instead"
             )
         with theirs(f"{self.name}: running it"):
-            arguments, keywords = random_like_if_abstract((self.arguments, self.keywords), seed=0)
+            arguments, keywords = random_like((self.arguments, self.keywords), only_abstract=True)
             return before_and_after(
                 self.function, arguments, keywords, result=result, what=self.name, **limits
             )

@@ -8,7 +8,7 @@ import re
 import stat
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Union
 
 from .exits import Failure
 
@@ -80,7 +80,7 @@ def not_whole(text: str) -> str:
     return ""
 
 
-Labelled = tuple["Invocation[Any, Any] | None", "Skipped | None"]
+Labelled = Union["Invocation[Any, Any]", "Skipped"]
 
 
 def operations_of(program: Any, name: str) -> list[Labelled]:
@@ -102,7 +102,9 @@ def operations_of(program: Any, name: str) -> list[Labelled]:
 
 def invocations_of(labelled: Iterable[Labelled]) -> list[Invocation[Any, Any]]:
     """The invocations of the calls that have one."""
-    return [inv for inv, _ in labelled if inv is not None]
+    from ..ops import Invocation
+
+    return [call for call in labelled if isinstance(call, Invocation)]
 
 
 def stored_result(

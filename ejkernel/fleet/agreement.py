@@ -15,10 +15,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 
 import jax
 
@@ -30,8 +30,9 @@ from ..ops.config.tiers.request import Request
 from ..ops.utils import environment
 from ..ops.utils.stable import short_hash
 from .coordination import CoordinationService, connect
-from .heartbeat import Heartbeat, HeartbeatMonitor, heartbeat_interval, longest_silence
 from .message import Message, described
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "ejkernel/agreement/1"
 """Where everything is in the job's store; the number is that of this protocol."""
@@ -58,7 +59,7 @@ class JobAgreement:
         self.service = service
         self._lock = threading.Lock()
         self._settled: dict[str, Message] = {}
-        self._under_way: dict[str, Future[Message]] = {}
+        self._under_way: dict[str, threading.Lock] = {}
         self._here = threading.local()
         self._settings_compared = False
 
@@ -66,31 +67,16 @@ class JobAgreement:
         """The answer that holds in every process (see `ejkernel.ops.config.agreement`)."""
         question = question_of(request, generation)
         request = dataclasses.replace(request, agreed=True)
-        with self._lock:
-            message = self._settled.get(question)
-            waiting = self._under_way.get(question)
-            if message is None and waiting is None and not self._deciding_here:
-                promise = self._under_way[question] = Future()
-        if message is not None:
-            return self._read(message, request)
-        if self._deciding_here:
+        if question not in self._settled and self._deciding_here:
             # A kernel that is being measured calls another one. Tuning waits for nobody.
             return ask(request)
-        if waiting is not None:  # another thread of this process has the same question
-            return self._read(waiting.result(), request)
-        try:
-            message, answer = self._ask_or_read(question, request, ask)
-        except BaseException as error:
-            promise.set_exception(error)
-            raise
-        else:
-            with self._lock:
-                self._settled[question] = message
-            promise.set_result(message)
-            return answer
-        finally:
-            with self._lock:
-                del self._under_way[question]
+        with self._lock:
+            under_way = self._under_way.setdefault(question, threading.Lock())
+        with under_way:  # of several threads with the same question, one asks
+            if question not in self._settled:
+                self._settled[question], answer = self._ask_or_read(question, request, ask)
+                return answer
+        return self._read(self._settled[question], request)
 
     def _ask_or_read(
         self, question: str, request: Request, ask: Callable[[Request], Answer]
@@ -118,15 +104,43 @@ class JobAgreement:
 
     @contextlib.contextmanager
     def _deciding(self, question: str) -> Iterator[None]:
-        every = heartbeat_interval(environment.AGREEMENT_SECONDS.seconds())
         self._here.deciding = True
         try:
             # In the jit key, because what is traced meanwhile is answered here alone: a program of
             # the caller's must never find it in JAX's cache.
-            with context.Block(_DECIDING), Heartbeat(self.service, f"{question}/alive", every):
+            with context.Block(_DECIDING), self._heartbeat(f"{question}/alive"):
                 yield
         finally:
             self._here.deciding = False
+
+    @contextlib.contextmanager
+    def _heartbeat(self, key: str) -> Iterator[None]:
+        """Give heartbeats while the block runs, so that those who wait can tell slow from dead.
+
+        Nobody answers a heartbeat and nobody waits for one: a measurement that runs meanwhile
+        shares its process with one short message every few seconds, and synchronises with nothing.
+        """
+        # Often enough that losing a few of them is no alarm. A short block gives none.
+        every = longest_silence(environment.AGREEMENT_SECONDS.seconds()) / 5
+        over = threading.Event()
+
+        def beat() -> None:
+            count = 0
+            while not over.wait(every):
+                count += 1
+                try:
+                    self.service.set(key, str(count))
+                except AgreementError as error:
+                    logger.warning("ejkernel: no more heartbeats while deciding: %s", error)
+                    return
+
+        thread = threading.Thread(target=beat, name="ejkernel-heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(timeout=every)
 
     def _decide(
         self, question: str, request: Request, ask: Callable[[Request], Answer]
@@ -152,18 +166,19 @@ class JobAgreement:
 
     def _wait(self, question: str, request: Request) -> Message:
         limit = environment.AGREEMENT_SECONDS.seconds()
-        start = time.monotonic()
-        monitor = HeartbeatMonitor(self.service, f"{question}/alive")
-        waited = 0.0
-        while waited < limit:
-            text = self.service.get(f"{question}/answer", min(SLICE, limit - waited))
+        start = heard = now = time.monotonic()
+        last: str | None = None
+        while now - start < limit:
+            text = self.service.get(f"{question}/answer", min(SLICE, limit - (now - start)))
             if text is not None:
                 return Message.loads(text)
-            waited = time.monotonic() - start
-            silent = monitor.silent_for()
-            if silent >= longest_silence(limit):
-                raise self._timeout(question, request, waited, silent)
-        raise self._timeout(question, request, waited)
+            now = time.monotonic()
+            heartbeat = self.service.try_get(f"{question}/alive")
+            if heartbeat != last:
+                last, heard = heartbeat, now
+            if now - heard >= longest_silence(limit):
+                raise self._timeout(question, request, now - start, now - heard)
+        raise self._timeout(question, request, now - start)
 
     def _timeout(
         self, question: str, request: Request, waited: float, silent: float | None = None
@@ -213,6 +228,15 @@ class JobAgreement:
                 "give all processes the same"
             )
         self._settings_compared = True
+
+
+def longest_silence(limit: float) -> float:
+    """After how many seconds without a heartbeat a process counts as dead.
+
+    `limit` is the longest wait for an answer. At most a minute: JAX itself ends all processes of a
+    job about 100 seconds after it lost one, and by then the reason should have been said.
+    """
+    return min(60.0, limit / 2)
 
 
 def question_of(request: Request, generation: int) -> str:

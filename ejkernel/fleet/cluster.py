@@ -1,7 +1,7 @@
 """Many machines tune together: the operations of a model, spread over a Ray cluster.
 
 One task per operation and kind of device. A task first looks whether the shared store has its
-answer, and else measures and keeps it there, so an operation that is finished is never measured
+answer, and else measures and stores it there, so an operation that is finished is never measured
 again: not after a worker was lost, and not when the whole run is started again.
 """
 
@@ -21,6 +21,7 @@ from ..ops.core.invocation import Invocation
 from ..ops.core.types import ConfigKey
 from ..ops.execution.offline import labelled_invocations
 from ..ops.execution.results import AutotuningResult, Entry, Skipped
+from ..ops.execution.tuning import distinct_calls
 from ..ops.registry import get_invocations
 from ..ops.tuner.isolation.worker_bench import CARRIED_SETTINGS
 from ..ops.tuner.progress import Bar
@@ -67,7 +68,7 @@ def tune_on_cluster(
     retries: int = 3,
     progress: bool | None = None,
 ) -> ClusterResult:
-    """Tune the operations of a model on a Ray cluster; the selector's store keeps the results.
+    """Tune the operations of a model on a Ray cluster; the selector's store gets the results.
 
     ::
 
@@ -77,7 +78,7 @@ def tune_on_cluster(
     Args:
       selector: its `persistent` store receives the results and must be reachable from every
         machine: a path is enough on one machine or on a shared file system, else give a server's
-        URL. Its tuner and policy say how is measured.
+        URL. Its tuner and policy say how to measure.
       what: a lowered computation, its text, invocations, or None for what was called so far.
       address: of a Ray cluster; None: the one this process is connected to, else `RAY_ADDRESS`,
         else one that is started on this machine and ended afterwards.
@@ -93,15 +94,23 @@ def tune_on_cluster(
     """
     _check_arguments(selector, workers, retries)
     settings = _job_settings(selector)
-    jobs, skipped = _jobs(what)
+    calls, skipped = distinct_calls(_calls(what))
+    jobs: list[tuple[Invocation[Any, Any], Job]] = []
+    for inv in calls.values():
+        job = job_of(inv)
+        if isinstance(job, str):
+            skipped.append(_skipped(inv, job))
+        else:
+            jobs.append((inv, job))
     results: list[tuple[_Task, JobResult]] = []
     if jobs:
         with ray_session.session(address) as (ray, started):
             kinds = _kinds_of_device(ray, resources, started)
             tasks = [_Task(inv, job, taken) for inv, job in jobs for taken in kinds]
-            run = _ClusterRun(ray, settings, workers, retries)
             with Bar("tuning on the cluster", progress) as bar:
-                results = list(run.all(tasks, bar))
+                results = list(
+                    _run_all(ray, settings, tasks, bar, workers=workers, retries=retries)
+                )
     return _result(selector, results, skipped)
 
 
@@ -160,34 +169,14 @@ def _job_settings(selector: ConfigSelectorChain) -> JobSettings:
     )
 
 
-def _jobs(what: Any) -> tuple[list[tuple[Invocation[Any, Any], Job]], list[Skipped]]:
-    """A job for each distinct call, and what cannot be sent."""
-    jobs: dict[tuple[str, str], tuple[Invocation[Any, Any], Job]] = {}
-    skipped: dict[Skipped, None] = {}  # a set that keeps the order
-    for inv, reason in _found(what):
-        if reason is not None:
-            skipped[reason] = None
-            continue
-        if not isinstance(inv, Invocation):
-            raise TypeError(
-                f"tune_on_cluster: expected an Invocation, got {inv!r} ({type(inv).__name__})"
-            )
-        job = job_of(inv)
-        if isinstance(job, str):
-            skipped[_skipped(inv, job)] = None
-        else:
-            jobs.setdefault((job.op_id, job.call_key), (inv, job))
-    return list(jobs.values()), list(skipped)
-
-
-def _found(what: Any) -> Iterable[tuple[Invocation[Any, Any] | None, Skipped | None]]:
+def _calls(what: Any) -> Iterable[Invocation[Any, Any] | Skipped]:
     device = device_fingerprint()
     if what is None:
-        return [(inv, None) for inv in get_invocations(device)]
+        return get_invocations(device)
     if isinstance(what, str) or hasattr(what, "compiler_ir"):
         return labelled_invocations(what, device)
     if isinstance(what, Iterable):
-        return [(inv, None) for inv in what]
+        return what
     raise TypeError(
         "tune_on_cluster: what must be a lowered computation, its text, invocations or None, "
         f"got {what!r} ({type(what).__name__})"
@@ -217,69 +206,62 @@ def _skipped(inv: Invocation[Any, Any], reason: str) -> Skipped:
 # --- doing it ------------------------------------------------------------------------------------
 
 
-class _ClusterRun:
-    """Hands out tasks, and hands them out again if their worker is lost."""
+def _run_all(
+    ray: Any,
+    settings: JobSettings,
+    tasks: Sequence[_Task],
+    bar: Bar,
+    *,
+    workers: int | None,
+    retries: int,
+) -> Iterator[tuple[_Task, JobResult]]:
+    """Every task with its result, as they come in; those whose worker is lost are tried again."""
+    # Ray's own retries are off: it does not count them where a worker ran out of memory.
+    function = ray.remote(max_retries=0)(run_job)
+    waiting = collections.deque(tasks)
+    running: dict[Any, _Task] = {}
+    bar.update(total=len(tasks))
+    try:
+        while waiting or running:
+            while waiting and (workers is None or len(running) < workers):
+                task = waiting.popleft()
+                options = ray_session.task_options(task.resources)
+                remote = function.options(**options, name=f"tune {task.job.op_id}")
+                kind = ray_session.device_kind_of(task.resources)
+                running[remote.remote(task.job, kind, settings)] = task
+            done, _ = ray.wait(list(running), timeout=1.0)  # a pause to hear Ctrl-C
+            for reference in done:
+                task = running.pop(reference)
+                result = _job_result(ray, reference, task, retries)
+                if result is None:
+                    waiting.append(dataclasses.replace(task, lost=task.lost + 1))
+                    continue
+                bar.update(advance=1, what=task.job.op_id)
+                yield task, result
+    finally:
+        if running:  # end them, and leave them a moment to store what they have measured so far
+            for reference in running:
+                ray.cancel(reference)
+            ray.wait(list(running), num_returns=len(running), timeout=5.0)
 
-    def __init__(self, ray: Any, settings: JobSettings, workers: int | None, retries: int) -> None:
-        self.ray = ray
-        self.settings = settings
-        self.workers = workers
-        self.retries = retries
-        # Ray's own retries are off: it does not count them where a worker ran out of memory.
-        self.remote = ray.remote(max_retries=0)(run_job)
 
-    def all(self, tasks: Sequence[_Task], bar: Bar) -> Iterator[tuple[_Task, JobResult]]:
-        """Every task with its result, as they come in."""
-        waiting = collections.deque(tasks)
-        running: dict[Any, _Task] = {}
-        bar.update(total=len(tasks))
-        try:
-            while waiting or running:
-                while waiting and (self.workers is None or len(running) < self.workers):
-                    task = waiting.popleft()
-                    running[self._start(task)] = task
-                done, _ = self.ray.wait(list(running), timeout=1.0)  # a pause to hear Ctrl-C
-                for reference in done:
-                    task = running.pop(reference)
-                    result = self._job_result(reference, task)
-                    if result is None:
-                        waiting.append(dataclasses.replace(task, lost=task.lost + 1))
-                        continue
-                    bar.update(advance=1, what=task.job.op_id)
-                    yield task, result
-        finally:
-            if running:
-                self._interrupt(list(running))
-
-    def _interrupt(self, running: list[Any]) -> None:
-        """End what runs, and leave it a moment to keep what it has measured so far."""
-        for reference in running:
-            self.ray.cancel(reference)
-        self.ray.wait(running, num_returns=len(running), timeout=5.0)
-
-    def _start(self, task: _Task) -> Any:
-        options = ray_session.task_options(task.resources)
-        remote = self.remote.options(**options, name=f"tune {task.job.op_id}")
-        return remote.remote(task.job, ray_session.device_kind_of(task.resources), self.settings)
-
-    def _job_result(self, reference: Any, task: _Task) -> JobResult | None:
-        """What a task says; None if its worker was lost and it is to be tried again."""
-        errors = self.ray.exceptions
-        try:
-            result = self.ray.get(reference)
-        except errors.RayTaskError as error:  # raised by our own code, or while loading it
-            return JobResult(f"the worker raised {error.cause!r}")
-        except errors.RayError as error:
-            if task.lost >= self.retries:
-                return JobResult(f"its worker was lost {task.lost + 1} times: {error}")
-            logger.warning(
-                "ejkernel: the worker that tuned %s was lost (%s); it is tried again",
-                task.job.op_id,
-                type(error).__name__,
-            )
-            return None
-        assert isinstance(result, JobResult)
-        return result
+def _job_result(ray: Any, reference: Any, task: _Task, retries: int) -> JobResult | None:
+    """What a task says; None if its worker was lost and it is to be tried again."""
+    try:
+        result = ray.get(reference)
+    except ray.exceptions.RayTaskError as error:  # raised by our own code, or while loading it
+        return JobResult(f"the worker raised {error.cause!r}")
+    except ray.exceptions.RayError as error:
+        if task.lost >= retries:
+            return JobResult(f"its worker was lost {task.lost + 1} times: {error}")
+        logger.warning(
+            "ejkernel: the worker that tuned %s was lost (%s); it is tried again",
+            task.job.op_id,
+            type(error).__name__,
+        )
+        return None
+    assert isinstance(result, JobResult)
+    return result
 
 
 # --- what came of it -----------------------------------------------------------------------------
@@ -291,6 +273,8 @@ def _result(
     skipped: list[Skipped],
 ) -> ClusterResult:
     entries: dict[str, list[Entry]] = collections.defaultdict(list)
+    store = selector.persistent
+    assert store is not None
     for task, result in results:
         entry = _entry(task.inv, result)
         if isinstance(entry, str):
@@ -299,14 +283,21 @@ def _result(
         entries[result.device].append(entry)
         key = ConfigKey(result.device, entry.op_id, entry.call_key)
         selector.cache.put_quietly(key, entry.cfg)
-        _check_stored(selector, key, result)
+        if key not in store:
+            logger.warning(
+                "ejkernel: %s was tuned on %s, but %s, as this machine sees it, does not have it. "
+                "A path must be on a file system that all machines share; or give the URL of a "
+                "server",
+                key,
+                result.host,
+                store.path,
+            )
     here = device_fingerprint()
     if here not in entries and entries:
         here = max(entries, key=lambda device: len(entries[device]))
-    others = [
-        AutotuningResult(device, found) for device, found in entries.items() if device != here
-    ]
-    return ClusterResult(here, entries[here], skipped, others)
+    tuned_here = entries.pop(here, [])
+    others = [AutotuningResult(device, tuned) for device, tuned in entries.items()]
+    return ClusterResult(here, tuned_here, skipped, others)
 
 
 def _entry(inv: Invocation[Any, Any], result: JobResult) -> Entry | str:
@@ -326,16 +317,3 @@ def _entry(inv: Invocation[Any, Any], result: JobResult) -> Entry | str:
         result.heuristic_seconds,
         f"{result.reason}, on {result.host}",
     )
-
-
-def _check_stored(selector: ConfigSelectorChain, key: ConfigKey, result: JobResult) -> None:
-    store = selector.persistent
-    assert store is not None
-    if key not in store:
-        logger.warning(
-            "ejkernel: %s was tuned on %s, but %s, as this machine sees it, does not have it. A "
-            "path must be on a file system that all machines share; or give the URL of a server",
-            key,
-            result.host,
-            store.path,
-        )

@@ -80,45 +80,44 @@ def job_of(inv: Invocation[Any, Any]) -> Job | str:
 
 
 def run_job(job: Job, wanted: str, settings: JobSettings) -> JobResult:
-    """In a worker: give what the store has for a call, or tune it and keep it there.
+    """In a worker: give what the store has for a call, or tune it and store it there.
 
     `wanted` is the kind of device to tune for.
     """
     import jax
 
-    from ..ops.config.outcome import Outcome
     from ..ops.execution.tuning import tuned_or_reason
     from ..ops.tuner.tuner import Tuner
     from ..ops.utils.fingerprint import device_kind
 
+    host = socket.gethostname()
     if wanted == "cpu":  # whatever else the machine has, it was not asked for
         jax.config.update("jax_platforms", "cpu")
     for name, value in settings.jax.items():
         jax.config.update(name, value)
     if device_kind() != wanted:
         return JobResult(
-            f"{socket.gethostname()} has the declared resources, but JAX finds a {device_kind()} "
-            f"there and no {wanted}; is JAX installed for it?"
+            f"{host} has the declared resources, but JAX finds a {device_kind()} there and no "
+            f"{wanted}; is JAX installed for it?"
         )
     try:
         inv = read_specification(job.specification)
     except SpecificationError as error:
-        return JobResult(f"on {socket.gethostname()}: {error}")
+        return JobResult(f"on {host}: {error}")
     if (inv.key.op_id, inv.key.call_key) != (job.op_id, job.call_key):
-        return JobResult(f"on {socket.gethostname()} it is another call ({inv.key})")
+        return JobResult(f"on {host} it is another call ({inv.key})")
     selector = ConfigSelectorChain(
         ConfigCache(), settings.policy, Tuner(**settings.tuner, progress=False), settings.store
     )
-    found = tuned_or_reason(selector, inv)
-    if isinstance(found, str):
-        return JobResult(found)
-    about = found.about.about() if isinstance(found.about, Outcome) else dict(found.about or {})
+    tuned = tuned_or_reason(selector, inv)
+    if isinstance(tuned, str):
+        return JobResult(tuned)
     return JobResult(
         device=inv.key.device,
-        host=socket.gethostname(),
-        config=to_plain(found.cfg),
-        config_type=qualified_name(type(found.cfg)),
-        reason=found.reason,
-        seconds=about.get("seconds"),
-        heuristic_seconds=about.get("heuristic_seconds"),
+        host=host,
+        config=to_plain(tuned.cfg),
+        config_type=qualified_name(type(tuned.cfg)),
+        reason=tuned.origin,
+        seconds=tuned.seconds,
+        heuristic_seconds=tuned.heuristic_seconds,
     )

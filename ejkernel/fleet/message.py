@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..ops.config.agreement import AgreementError, Answer
@@ -19,18 +19,23 @@ from ..ops.utils.serialize import qualified_name, to_plain
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """What a process published: exactly one of `decision`, `nothing` and `failure`."""
+    """What a process published: a decision, a failure, or neither where no tier has a config.
+
+    `misses` are the tiers that had none, each with its reason.
+    """
 
     process: int
+    misses: Sequence[Sequence[str]] = ()
     decision: Mapping[str, Any] | None = None
-    nothing: Sequence[Sequence[str]] | None = None
     failure: str | None = None
 
     @classmethod
     def of(cls, answer: Answer, process: int) -> Message:
         """The message that carries an answer."""
+        missed = answer.passed if isinstance(answer, Decision) else answer
+        misses = [(miss.tier, miss.reason) for miss in missed]
         if not isinstance(answer, Decision):
-            return cls(process, nothing=_written(answer))
+            return cls(process, misses)
         try:
             config = to_plain(answer.cfg)
             about = json.loads(json.dumps(_about(answer.about)))
@@ -39,17 +44,14 @@ class Message:
                 f"the config {answer.cfg!r} of {answer.key} cannot be sent to the other processes: "
                 f"{error}"
             ) from error
-        return cls(
-            process,
-            decision={
-                "config": config,
-                "config_type": qualified_name(type(answer.cfg)),
-                "tier": answer.tier,
-                "reason": answer.reason,
-                "passed": _written(answer.passed),
-                "about": about,
-            },
-        )
+        decision = {
+            "config": config,
+            "config_type": qualified_name(type(answer.cfg)),
+            "tier": answer.tier,
+            "reason": answer.reason,
+            "about": about,
+        }
+        return cls(process, misses, decision)
 
     @classmethod
     def of_failure(cls, error: BaseException, process: int) -> Message:
@@ -73,21 +75,19 @@ class Message:
                 f"{self.failure}; the processes of a job run with the same config, so this one "
                 "stops too. Mend it there, or give the config (cfg=, an overlay) in all of them"
             )
+        misses = tuple(
+            TierMiss(f"{tier} in process {self.process}", reason) for tier, reason in self.misses
+        )
         if self.decision is None:
-            return self._passed(self.nothing or ())
+            return misses
         return Decision(
             cfg=self.rebuilt(request),
             tier=self.decision["tier"],
             key=request.key,
             reason=f"agreed: decided by process {self.process}: {self.decision['reason']}",
-            passed=self._passed(self.decision["passed"]),
+            passed=misses,
             signature=request.inv.signature,
             about=self.decision["about"],
-        )
-
-    def _passed(self, written: Sequence[Sequence[str]]) -> tuple[TierMiss, ...]:
-        return tuple(
-            TierMiss(f"{tier} in process {self.process}", reason) for tier, reason in written
         )
 
     def rebuilt(self, request: Request) -> Any:
@@ -108,10 +108,6 @@ class Message:
 def described(request: Request) -> str:
     """The call that a request is about, for a person."""
     return f"{request.key.op_id}({request.inv.signature}), key {request.key.call_key}"
-
-
-def _written(passed: Iterable[TierMiss]) -> list[list[str]]:
-    return [[one.tier, one.reason] for one in passed]
 
 
 def _about(about: Any) -> dict[str, Any] | None:

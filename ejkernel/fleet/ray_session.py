@@ -45,15 +45,10 @@ def session(address: str | None) -> Iterator[tuple[Any, bool]]:
             )
         yield ray, False
         return
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if address is None and not environment.is_set("RAY_ADDRESS"):
-        ray.init(
-            address="local", include_dashboard=False, object_store_memory=_OBJECT_STORE, **quiet
-        )
-        started = True
-    else:
-        ray.init(address=address, **quiet)
-        started = False
+    started = address is None and not environment.is_set("RAY_ADDRESS")
+    options = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE} if started else {}
+    where = "local" if started else address
+    ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR, **options)
     try:
         yield ray, started
     finally:

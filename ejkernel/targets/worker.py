@@ -30,17 +30,17 @@ class CompilerProcess:
     def __init__(self) -> None:
         self._devices: dict[str, Any] = {}
 
-    def answer(self, header: Header, blobs: list[bytearray]) -> tuple[Header, list[bytes]]:
+    def answer(self, header: Header, blobs: list[bytearray]) -> Header:
         """What came of a request; the parent is told an exception's text."""
         gpu = header["target"]["gpu"]
         target = Target(**{**header["target"], "gpu": gpu and GpuLimits(**gpu)})
         try:
             device = self._device(target)
         except Exception as error:  # noqa: BLE001  the parent says what is missing
-            return {"unusable": f"{type(error).__name__}: {error}"}, []
+            return {"unusable": f"{type(error).__name__}: {error}"}
         if header["do"] == "probe":
-            return {"version": str(device.client.platform_version)}, []
-        return self._compile(header, target, device, bytes(blobs[0])), []
+            return {"version": str(device.client.platform_version)}
+        return self._compile(header, target, device, bytes(blobs[0]))
 
     def _device(self, target: Target) -> Any:
         if target.platform == "cpu":
@@ -125,4 +125,4 @@ def reason_of(text: str) -> str:
 
 def main() -> None:
     """Compile for the parent."""
-    serve_parent(CompilerProcess())
+    serve_parent(CompilerProcess().answer)

@@ -1,4 +1,4 @@
-"""The rules of tuning on a cluster, without one: what travels, and what is tried again."""
+"""The rules of tuning on a cluster, without one: what is sent, and what is tried again."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def settings_of(store, **settings):
     return JobSettings(store, AutotunePolicy(), {"effort": "quick"}, settings)
 
 
-# --- what travels --------------------------------------------------------------------------------
+# --- what is sent ---------------------------------------------------------------------------------
 
 
 def test_a_job_is_run_once_and_then_found(store, tmp_path):
@@ -61,7 +61,7 @@ def test_a_job_is_run_once_and_then_found(store, tmp_path):
     assert len((tmp_path / "ejkernel-cache" / "tunings").read_text().splitlines()) == 1
 
 
-def test_what_cannot_travel_says_why():
+def test_what_cannot_be_sent_says_why():
     class Inside(Halves):
         pass
 
@@ -80,7 +80,7 @@ def test_a_worker_refuses_what_it_cannot_do(store):
     assert len(store) == 0
 
 
-def test_jax_settings_travel(store):
+def test_jax_settings_are_sent(store):
     with jax.enable_x64(True):
         inv = Halves().bind(jax.ShapeDtypeStruct((8,), "float64"))
         job = job_of(inv)

@@ -16,7 +16,7 @@ from .tuning import tune_invocations
 
 
 def autotune_lowered(selector: ConfigSelectorChain, lowered: Any) -> AutotuningResult:
-    """Tune each distinct labelled operation of a lowered computation and keep the result.
+    """Tune each distinct labelled operation of a lowered computation and store the result.
 
     ::
 
@@ -39,9 +39,7 @@ def autotune_lowered(selector: ConfigSelectorChain, lowered: Any) -> AutotuningR
     return tune_invocations(selector, device, labelled_invocations(lowered, device))
 
 
-def labelled_invocations(
-    lowered: Any, device: str
-) -> Iterator[tuple[Invocation[Any, Any] | None, Skipped | None]]:
+def labelled_invocations(lowered: Any, device: str) -> Iterator[Invocation[Any, Any] | Skipped]:
     """The labelled calls of a program, each as an invocation, or with why it cannot be one."""
     stamps = (
         find_stamps_in_text(lowered)
@@ -52,19 +50,16 @@ def labelled_invocations(
         op_id, call_key = parse_label(text)
         inv = find_invocation(op_id, call_key, device)
         if inv is not None:
-            yield inv, None
-            continue
-        if spec is None:
-            reason = "not called in this process, and the program has no specification of it"
-            yield None, Skipped(text, reason)
+            yield inv
             continue
         try:
+            if spec is None:
+                raise SpecificationError(
+                    "not called in this process, and the program has no specification of it"
+                )
             inv = read_specification(spec)
+            if (inv.key.op_id, inv.key.call_key) != (op_id, call_key):
+                raise SpecificationError(f"its specification describes another call ({inv.key})")
+            yield inv
         except SpecificationError as error:
-            yield None, Skipped(text, str(error))
-            continue
-        if (inv.key.op_id, inv.key.call_key) != (op_id, call_key):
-            reason = f"its specification describes another call ({inv.key})"
-            yield None, Skipped(text, reason)
-            continue
-        yield inv, None
+            yield Skipped(text, str(error))

@@ -54,14 +54,14 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Skipped:
-    """An operation that was found and not tuned, and why."""
+    """An operation that was not tuned, and why."""
 
     label: str
     reason: str
 
 
 class AutotuningResult(Displayed):
-    """Tuned configs of one device. As a context manager it puts them in force.
+    """Tuned configs of one device. As a context manager it activates them.
 
     ::
 
@@ -88,7 +88,7 @@ class AutotuningResult(Displayed):
                     f"({type(entry).__name__})"
                 )
 
-    # --- in force --------------------------------------------------------------------------------
+    # --- active ----------------------------------------------------------------------------------
 
     def as_mapping(self) -> dict[ConfigKey, Any]:
         """The configs by cache key."""
@@ -104,7 +104,7 @@ class AutotuningResult(Displayed):
         context.leave(self)
 
     def install(self, selector: ConfigSelectorChain | None = None) -> None:
-        """Put the configs in force for good: into a selector's memory (default: the default one).
+        """Install the configs for good: into a selector's memory (default: the default one).
 
         Functions jitted before select again. In a job of several processes, do so in each of them.
         """
@@ -166,23 +166,14 @@ class AutotuningResult(Displayed):
 
     def dumps(self) -> str:
         """The result as JSON text."""
+        names = ("op_id", "call_key", "signature", "seconds", "heuristic_seconds")
         entries = [
-            {
-                "op_id": entry.op_id,
-                "call_key": entry.call_key,
-                "signature": entry.signature,
-                "seconds": entry.seconds,
-                "heuristic_seconds": entry.heuristic_seconds,
-                "config": to_plain(entry.cfg),
-                "config_type": qualified_name(type(entry.cfg)),
-            }
+            {name: getattr(entry, name) for name in names}
+            | {"config": to_plain(entry.cfg), "config_type": qualified_name(type(entry.cfg))}
             for entry in self.entries
         ]
-        return json.dumps(
-            {"ejkernel_result": SCHEMA, "device": self.device, "entries": entries},
-            indent=1,
-            sort_keys=True,
-        )
+        plain = {"ejkernel_result": SCHEMA, "device": self.device, "entries": entries}
+        return json.dumps(plain, indent=1, sort_keys=True)
 
     @classmethod
     def loads(cls, text: str) -> AutotuningResult:
@@ -265,17 +256,14 @@ def _entry_from_plain(plain: Any, where: str) -> Entry:
 def _row(entry: Entry) -> tuple[str, ...]:
     heuristic, tuned = entry.heuristic_seconds, entry.seconds
     speedup = f"{heuristic / tuned:.2f}" if tuned and heuristic else "-"
+    # Repeated arguments are counted: `3 × float32[1,1024,8,64], causal=True`.
+    parts = [(part, len(list(run))) for part, run in itertools.groupby(entry.signature.split(", "))]
+    short = ", ".join(part if count == 1 else f"{count} × {part}" for part, count in parts)
     return (
         entry.op_id,
-        _short(entry.signature) or entry.call_key,
+        short or entry.call_key,
         milliseconds(heuristic),
         milliseconds(tuned),
         speedup,
         brief(entry.cfg),
     )
-
-
-def _short(signature: str) -> str:
-    """A signature with repeated arguments counted: `3 × float32[1,1024,8,64], causal=True`."""
-    parts = [(part, len(list(run))) for part, run in itertools.groupby(signature.split(", "))]
-    return ", ".join(part if count == 1 else f"{count} × {part}" for part, count in parts)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import jax
 
-from ..config.agreement import AgreementError
+from ..config.agreement import AgreementError, agreement_in_force
 from ..config.decision import Decision
 from ..config.miss import Miss
 from ..config.outcome import Outcome
@@ -17,13 +18,18 @@ from ..core.kernel import Kernel
 from ..registry import get_invocations
 from ..utils.fingerprint import device_fingerprint
 from ..utils.meta import label
-from .effort_allocation import tuners_by_share
 from .results import AutotuningResult, Entry, Skipped
 
 if TYPE_CHECKING:
     from ..tuner.tuner import Tuner
 
+logger = logging.getLogger(__name__)
+
 C = TypeVar("C")
+K = TypeVar("K")
+
+SMALL_SHARE = 0.1  # of the time of all operations; less than that deserves less effort
+LEAST_SECONDS = 0.1  # of an equal part: what an operation gets however short it runs
 
 __all__ = [
     "AutotuningResult",
@@ -61,7 +67,7 @@ def autotune(what: Any, /, *args: Any, **kwargs: Any) -> Any:
 
     `autotune(function, a, b)` lowers the function, finds its distinct operations, tunes each, and
     gives an `AutotuningResult`, to be used as `with result:`. `selector=` says how and where the
-    results are kept (default: in memory). Other keywords go to the function.
+    results are stored (default: in memory). Other keywords go to the function.
     """
     if isinstance(what, Kernel):
         return _autotune_kernel(what, args, **kwargs)
@@ -117,18 +123,16 @@ def benchmark(
     >>> benchmark(jnp.sin, jnp.ones(8), num_iters=10) > 0
     True
     """
-    from ..tuner.clock import Stopwatch, typical
-    from ..tuner.inputs import outside_trace
-    from ..tuner.tuner import random_like_if_abstract
+    from ..tuner.clock import Stopwatch
+    from ..tuner.inputs import outside_trace, random_like
 
     for name, value, least in (("num_iters", num_iters, 1), ("num_warmup", num_warmup, 0)):
         if not isinstance(value, int) or value < least:
             raise ValueError(f"benchmark: {name}={value!r} must be a whole number >= {least}")
     with outside_trace():
-        args, kwargs = random_like_if_abstract((args, kwargs), seed=0)
+        args, kwargs = random_like((args, kwargs), only_abstract=True)
         watch = Stopwatch(lambda: fn(*args, **kwargs), shortest_sample=0.0)
-        watch.warm_up(num_warmup)
-        return typical([watch.sample() for _ in range(num_iters)]) * 1e3
+        return watch.measure(num_warmup, num_iters) * 1e3
 
 
 def autotune_recorded(
@@ -138,35 +142,25 @@ def autotune_recorded(
     """Tune what was called so far: `autotune_recorded(invocations)` or `(selector)`.
 
     Invocations come from `get_invocations()`; with a selector, all recorded ones of this device
-    are tuned, and kept in the selector's caches.
+    are tuned, and stored in the selector's caches.
     """
     if isinstance(source, ConfigSelectorChain):
         source, selector = None, source
     device = device_fingerprint()
-    invocations = get_invocations(device) if source is None else list(source)
-    if selector is None:
-        selector = ConfigSelectorChain()
-    return tune_invocations(selector, device, [(inv, None) for inv in invocations])
+    invocations = get_invocations(device) if source is None else source
+    return tune_invocations(selector or ConfigSelectorChain(), device, invocations)
 
 
 def tune_invocations(
     selector: ConfigSelectorChain,
     device: str,
-    found: Iterable[tuple[Invocation[Any, Any] | None, Skipped | None]],
+    calls: Iterable[Invocation[Any, Any] | Skipped],
 ) -> AutotuningResult:
     """Tune each distinct invocation; what cannot be tuned is reported, never fatal.
 
-    What takes most of the time is tuned first and with most effort (see `shares.py`).
+    What takes most of the time is tuned first and with most effort (see `tuners_by_share`).
     """
-    distinct: dict[tuple[str, str], Invocation[Any, Any]] = {}
-    skipped: list[Skipped] = []
-    for inv, reason in found:
-        if inv is None:
-            skipped.extend([reason] if reason is not None else [])
-            continue
-        if not isinstance(inv, Invocation):
-            raise TypeError(f"expected an Invocation, got {inv!r} ({type(inv).__name__})")
-        distinct.setdefault((inv.key.op_id, inv.key.call_key), inv)
+    distinct, skipped = distinct_calls(calls)
     answers = {key: _attempt(selector, inv, Sources.STORED) for key, inv in distinct.items()}
     open_ones = {key: distinct[key] for key, answer in answers.items() if isinstance(answer, Miss)}
     for key, tuner in tuners_by_share(selector.tuner, open_ones):
@@ -181,26 +175,85 @@ def tune_invocations(
     return AutotuningResult(device, entries, skipped)
 
 
-def _entry(inv: Invocation[Any, Any], found: Decision[Any]) -> Entry:
-    outcome = found.about if isinstance(found.about, Outcome) else None
-    about = outcome.about() if outcome is not None else dict(found.about or {})
+def tuners_by_share(
+    tuner: Tuner, invocations: Mapping[K, Invocation[Any, Any]]
+) -> list[tuple[K, Tuner | None]]:
+    """Each operation with the tuner it deserves (None: the one there is), the slowest first.
+
+    Each is timed once with its heuristic config. One that takes a small share of the total is tuned
+    with less effort, and a limit of seconds is divided by share. The slowest come first, so that a
+    run which is interrupted has done what counts.
+    """
+    from ..tuner.tuner import Tuner
+
+    unchanged: list[tuple[K, Tuner | None]] = [(key, None) for key in invocations]
+    if len(invocations) < 2 or agreement_in_force() is not None:  # others may know the answers
+        return unchanged
+    if type(tuner).autotune is not Tuner.autotune:  # the user's own; it knows what it does
+        return unchanged
+    seconds = {key: _heuristic_seconds(tuner, inv) for key, inv in invocations.items()}
+    total = sum(seconds.values())
+    if total <= 0:
+        return unchanged
+    tuners: list[tuple[K, Tuner | None]] = []
+    for key in sorted(invocations, key=lambda key: -seconds[key]):
+        share = seconds[key] / total
+        part = max(LEAST_SECONDS, share * len(invocations))
+        effort = tuner.effort.lower() if share < SMALL_SHARE else None
+        limit = None if tuner.seconds is None else tuner.seconds * part
+        tuners.append((key, tuner.changed(effort=effort, seconds=limit)))
+    return tuners
+
+
+def _heuristic_seconds(tuner: Tuner, inv: Invocation[Any, Any]) -> float:
+    """The time of one call with the heuristic config; 0 if that cannot be known."""
+    from ..tuner.session import heuristic_seconds
+
+    if inv.kernel is None:
+        return 0.0
+    try:
+        return heuristic_seconds(tuner, inv, inv.kernel)
+    except Exception as error:  # noqa: BLE001  tuning it will say what is wrong, with all reasons
+        logger.info("ejkernel: %s could not be timed before tuning: %s", inv.key, error)
+        return 0.0
+
+
+def distinct_calls(
+    calls: Iterable[Invocation[Any, Any] | Skipped],
+) -> tuple[dict[tuple[str, str], Invocation[Any, Any]], list[Skipped]]:
+    """Each different invocation once, by operation and call key; and what cannot be one."""
+    distinct: dict[tuple[str, str], Invocation[Any, Any]] = {}
+    skipped: dict[Skipped, None] = {}  # a set in the order of the calls
+    for call in calls:
+        if isinstance(call, Skipped):
+            skipped[call] = None
+        elif isinstance(call, Invocation):
+            distinct.setdefault((call.key.op_id, call.key.call_key), call)
+        else:
+            raise TypeError(f"expected an Invocation, got {call!r} ({type(call).__name__})")
+    return distinct, list(skipped)
+
+
+def _entry(inv: Invocation[Any, Any], decision: Decision[Any]) -> Entry:
+    outcome = decision.about if isinstance(decision.about, Outcome) else None
+    about = outcome.about() if outcome is not None else dict(decision.about or {})
     return Entry(
         inv.key.op_id,
         inv.key.call_key,
-        found.cfg,
+        decision.cfg,
         inv.signature,
         about.get("seconds"),
         about.get("heuristic_seconds"),
-        found.reason,
+        decision.reason,
         outcome,
     )
 
 
-def tuned_or_reason(
-    selector: ConfigSelectorChain, inv: Invocation[Any, Any]
-) -> Decision[Any] | str:
+def tuned_or_reason(selector: ConfigSelectorChain, inv: Invocation[Any, Any]) -> Entry | str:
     """What is stored for an invocation, else the result of tuning it; or why there is nothing."""
     answer = _attempt(selector, inv, Sources.MEASURED)
+    if isinstance(answer, Decision):
+        return _entry(inv, answer)
     return answer.reason if isinstance(answer, Miss) else answer
 
 

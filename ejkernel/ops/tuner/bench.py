@@ -7,9 +7,11 @@ needs nothing of the user's code but the lowered program.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
+import pathlib
 import re
 import time
 from collections.abc import Callable
@@ -18,16 +20,15 @@ from typing import Any, Literal, Protocol
 import jax
 
 from ..config.functions import Function
-from ..utils.fingerprint import current_device
+from ..utils.fingerprint import current_device, device_kind
 from ..utils.locations import without_locations
 from ..utils.stable import short_hash
-from .clock import Stopwatch
-from .device_time import DeviceTime, has_device_time
+from .clock import PLANES, DeviceTime, Stopwatch
 from .judge import NonDeterminism, differs, non_determinism
 
 
 class CandidateError(Exception):
-    """A candidate that cannot be used; the message is the reason that is kept."""
+    """A candidate that cannot be used; the message is the reason that is stored."""
 
 
 class BenchUnavailable(RuntimeError):
@@ -51,42 +52,33 @@ class Bench(Protocol):
     @property
     def clock(self) -> str:
         """Whose seconds `sample` gives: `"device"` or `"wall"`."""
-        ...
 
     def lower(self, function: Function) -> Lowered:
         """Trace a function of the inputs into a program."""
-        ...
 
     def compile(self, lowered: Lowered) -> Any:
         """Compile a program; the handle that comes back stands for it in the other calls."""
-        ...
 
     def run(self, handle: Any) -> None:
-        """Run it once and keep its output for `compare`."""
-        ...
+        """Run it once and hold its output for `compare`."""
 
     def compare(self, handle: Any, reference: Any) -> str | None:
         """Why the output of one handle differs from that of another, or None."""
-        ...
 
     def warm_up(self, handle: Any, times: int) -> None:
         """Run it a few times and learn how long a sample must be."""
-        ...
 
     def sample(self, handle: Any) -> float:
         """Seconds per call, from one sample."""
-        ...
 
     def repeats(self, handle: Any) -> NonDeterminism | None:
-        """How the output of the latest run differs from the one that `run` kept, or None.
+        """How the output of the latest run differs from the one that `run` held, or None.
 
         The latest run is the last one that was timed; without one, it is run again. Asked once.
         """
-        ...
 
     def forget(self, handle: Any) -> None:
         """Free what a handle holds."""
-        ...
 
 
 @dataclasses.dataclass(eq=False)
@@ -116,7 +108,7 @@ class LocalBench:
     ) -> None:
         self._arrays = arrays
         self._timer = timer
-        by_device = clock == "device" or (clock == "auto" and has_device_time())
+        by_device = clock == "device" or (clock == "auto" and device_kind() in PLANES)
         self._device_time = DeviceTime() if by_device else None
 
     @property
@@ -133,12 +125,15 @@ class LocalBench:
 
     def compile(self, lowered: Lowered) -> LocalHandle:
         compiled = lowered.program.compile()
-        needed = _bytes_needed(compiled)
-        available = _available_bytes()
-        if needed is not None and available is not None and needed > available:
-            raise CandidateError(
-                f"it needs {_readable_bytes(needed)} and {_readable_bytes(available)} are available"
-            )
+        analysis, available = compiled.memory_analysis(), _available_bytes()
+        if analysis is not None and available is not None:
+            # In addition to the inputs, as the compiler says.
+            needed = int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes)
+            if needed > available:
+                raise CandidateError(
+                    f"it needs {_readable_bytes(needed)} and {_readable_bytes(available)} are "
+                    "available"
+                )
         watch = Stopwatch(
             lambda: compiled(self._arrays),
             self._timer,
@@ -184,14 +179,6 @@ def program_fingerprint(text: str) -> str:
     return short_hash(text, 32)
 
 
-def _bytes_needed(compiled: Any) -> int | None:
-    """What running a program takes in addition to its inputs, as the compiler says, if it does."""
-    analysis = compiled.memory_analysis()
-    if analysis is None:
-        return None
-    return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes)
-
-
 def _available_bytes() -> int | None:
     """Free memory of the current device, or None if nobody says."""
     device = current_device()
@@ -204,13 +191,10 @@ def _available_bytes() -> int | None:
 
 
 def _host_bytes() -> int | None:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:  # not Linux
-        pass
+    with contextlib.suppress(OSError):  # not Linux
+        text = pathlib.Path("/proc/meminfo").read_text(encoding="ascii")
+        if available := re.search(r"^MemAvailable: +(\d+) kB", text, re.MULTILINE):
+            return int(available[1]) * 1024
     names = getattr(os, "sysconf_names", {})
     if "SC_PHYS_PAGES" in names and "SC_PAGE_SIZE" in names:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

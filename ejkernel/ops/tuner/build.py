@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
+import dataclasses
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..config.functions import Function
@@ -20,7 +22,39 @@ from .bench import Bench, BenchUnavailable, CandidateError, Lowered
 
 logger = logging.getLogger(__name__)
 
-Made = Callable[[Any], Function]
+
+@dataclasses.dataclass(frozen=True)
+class TuningTask:
+    """What is to be tuned: a function for every config, and how to know whether it is right.
+
+    Attributes:
+      name: what it is, for messages.
+      make_function: gives the function of a config; it takes `args` and `kwargs`.
+      args: the positional inputs to measure with.
+      kwargs: those by keyword.
+      candidates: the configs to try.
+      reference: what to compare outputs with; None compares with the baseline's output, or
+        not at all without a baseline.
+      baseline: the config that wins ties (the heuristic one).
+      reasons_against: why a config is not supported, if so.
+      known: what earlier runs found out, by the config's `stable_json`.
+      guard: a context manager made for each candidate, entered around its first run.
+      measured: what the functions compute, for the report.
+      notes: remarks that go with the outcome.
+    """
+
+    name: str
+    make_function: Callable[[Any], Function]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    candidates: Sequence[Any]
+    reference: Function | None = None
+    baseline: Any = None
+    reasons_against: Callable[[Any], Sequence[str]] = lambda cfg: ()
+    known: Mapping[str, Trial[Any]] = dataclasses.field(default_factory=dict)
+    guard: Callable[[Any], Any] = contextlib.nullcontext
+    measured: str = "forward"
+    notes: tuple[str, ...] = ()
 
 
 class Builder:
@@ -28,35 +62,21 @@ class Builder:
 
     Args:
       bench: where programs run.
-      make_function: gives the function of a config.
-      reasons_against: why a config is not supported, if so.
-      guard: entered around the first run of a candidate (a crash journal).
+      task: whose candidates they are.
       on_refused: told of each candidate that cannot be used, with the reason.
-      threads: how many programs are compiled at the same time.
     """
 
     def __init__(
-        self,
-        bench: Bench,
-        make_function: Made,
-        *,
-        reasons_against: Callable[[Any], Sequence[str]] | None = None,
-        guard: Callable[[Any], Any] | None = None,
-        on_refused: Callable[[Trial[Any]], None] | None = None,
-        threads: int | None = None,
+        self, bench: Bench, task: TuningTask, on_refused: Callable[[Trial[Any]], None]
     ) -> None:
         self.bench = bench
         self.reference: Any = None
         self.refused: dict[str, Trial[Any]] = {}
-        self.duplicates: dict[
-            str, str
-        ] = {}  # a config whose program another one has already -> that one
+        self.duplicates: dict[str, str] = {}  # config -> the earlier config with the same program
         self.compilations = 0
-        self._make_function = make_function
-        self._reasons_against = reasons_against
-        self._guard = guard
+        self._task = task
         self._on_refused = on_refused
-        self._threads = threads or max(1, min(os.cpu_count() or 1, 8))
+        self._threads = min(os.cpu_count() or 1, 8)  # that compile
         self._first_with: dict[str, Any] = {}  # program fingerprint -> config
 
     def build(self, configs: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
@@ -97,57 +117,52 @@ class Builder:
         self.reference = handle
 
     def _lower(self, cfg: Any) -> Lowered | None:
-        reasons = list(self._reasons_against(cfg)) if self._reasons_against is not None else []
-        if reasons:
+        if reasons := self._task.reasons_against(cfg):
             self.refuse(cfg, Verdict.UNSUPPORTED, "; ".join(reasons))
             return None
-        try:
-            lowered = self.bench.lower(self._make_function(cfg))
-        except BenchUnavailable:
-            raise
-        except Exception as error:  # noqa: BLE001  a candidate may fail in any way: kept as data
-            self.refuse(cfg, Verdict.FAILED, reason_of(error))
-            return None
-        earlier = self._first_with.setdefault(lowered.fingerprint, cfg)
-        if earlier is not cfg:
+        with self.blaming(cfg):
+            lowered = self.bench.lower(self._task.make_function(cfg))
+            earlier = self._first_with.setdefault(lowered.fingerprint, cfg)
+            if earlier is cfg:
+                return lowered
             self.refuse(cfg, Verdict.DUPLICATE, f"the same program as {earlier}")
             self.duplicates[stable_json(cfg)] = stable_json(earlier)
-            return None
-        return lowered
+        return None
 
     def _judged(self, cfg: Any, compiling: concurrent.futures.Future[Any]) -> Any:
-        try:
+        with self.blaming(cfg):
             handle = compiling.result()
-            if self._guard is None:
+            with self._task.guard(cfg):
                 self.bench.run(handle)
-            else:
-                with self._guard(cfg):
-                    self.bench.run(handle)
-            difference = (
-                None if self.reference is None else self.bench.compare(handle, self.reference)
-            )
-        except BenchUnavailable:
-            raise  # nobody's fault: no candidate is blamed
-        except Exception as error:  # noqa: BLE001  a candidate may fail in any way: kept as data
-            self.refuse(cfg, Verdict.FAILED, reason_of(error))
-            return None
-        if difference is not None:
+            if self.reference is None:
+                return handle
+            difference = self.bench.compare(handle, self.reference)
+            if difference is None:
+                return handle
             self.refuse(cfg, Verdict.WRONG, difference)
             self.bench.forget(handle)
-            return None
-        return handle
+        return None
+
+    @contextlib.contextmanager
+    def blaming(self, cfg: Any) -> Iterator[None]:
+        """A candidate may fail in any way: it is refused with the reason, and the others go on."""
+        try:
+            yield
+        except BenchUnavailable:
+            raise  # nobody's fault: no candidate is blamed
+        except Exception as error:  # noqa: BLE001  stored as data
+            self.refuse(cfg, Verdict.FAILED, reason_of(error))
 
     def refuse(self, cfg: Any, verdict: Verdict, reason: str) -> None:
         """Remember that a candidate cannot be used, and why."""
         logger.debug("candidate %s: %s: %s", cfg, verdict.value, reason)
         trial = Trial(cfg, verdict, reason=reason)
         self.refused[stable_json(cfg)] = trial
-        if self._on_refused is not None:
-            self._on_refused(trial)
+        self._on_refused(trial)
 
 
 def reason_of(error: Exception) -> str:
-    """An error in one line, as it is kept with a trial."""
+    """An error in one line, as it is stored with a trial."""
     if isinstance(error, CandidateError):
         return str(error)
     lines = str(error).strip().splitlines() or [""]

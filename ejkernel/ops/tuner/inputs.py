@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def outside_trace() -> Iterator[None]:
-    """Run things for real, even while JAX is tracing; the caller's JAX settings stay in force."""
+    """Run things for real, even while JAX is tracing; the caller's JAX settings stay active."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.core.eval_context())
         if not jax.sharding.get_abstract_mesh().empty:
@@ -60,13 +60,18 @@ def needs_other_processes(inv: Invocation[Any, Any]) -> bool:
     return any(s is not None and not s.is_fully_addressable for s in shardings)
 
 
-def random_like(tree: Any, seed: int = 0) -> Any:
-    """Replace every array of a pytree by a random one like it; leave other leaves alone."""
-    leaves, structure = jax.tree.flatten(tree)
+def random_like(tree: Any, seed: int = 0, *, only_abstract: bool = False) -> Any:
+    """Replace every array of a pytree by a random one like it; leave other leaves alone.
+
+    With `only_abstract`, only tracers and abstract shapes, and no array that has values.
+    """
     generator = np.random.default_rng(seed)
-    return jax.tree.unflatten(
-        structure, [_random(leaf, generator) if is_array(leaf) else leaf for leaf in leaves]
-    )
+    replaced = (jax.core.Tracer, jax.ShapeDtypeStruct) if only_abstract else object
+
+    def real(leaf: Any) -> Any:
+        return _random(leaf, generator) if is_array(leaf) and isinstance(leaf, replaced) else leaf
+
+    return jax.tree.map(real, tree)
 
 
 def batched_shapes(args: tuple[Any, ...], inv: Invocation[Any, Any]) -> tuple[Any, ...]:
@@ -114,7 +119,7 @@ def _random(like: Any, generator: np.random.Generator) -> Any:
 
 
 def _concrete_sharding(like: Any) -> Any:
-    """The sharding to measure with; an abstract mesh is replaced by the one in force."""
+    """The sharding to measure with; an abstract mesh is replaced by the active one."""
     if isinstance(like, jax.core.Tracer):
         sharding = getattr(jax.typeof(like), "sharding", None)
     else:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Self
 
-from ...markup import Markup, one_line, tag
+from ...markup import one_line, tag
 from ..config.outcome import Trial
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class NotebookBar:
         self._total: float | None = None
         self._completed = 0.0
         self._what = ""
-        self._handle: Any = display(_Html(self._html()), display_id=True)
+        self._handle: Any = display(self._shown(), raw=True, display_id=True)
 
     def update(
         self,
@@ -117,16 +117,17 @@ class NotebookBar:
         self._what = self._what if what is None else what
         if new_phase or self._clock() - self._drawn >= SECONDS_BETWEEN:
             self._drawn = self._clock()
-            self._handle.update(_Html(self._html()))
+            self._handle.update(self._shown(), raw=True)
 
     def stop(self) -> None:
         """Take the bar away."""
-        self._handle.update(_Html(Markup("")))
+        self._handle.update({"text/html": "", "text/plain": ""}, raw=True)
 
-    def _html(self) -> Markup:
+    def _shown(self) -> dict[str, str]:
+        """HTML, and nothing for what shows plain text."""
         known = self._total is not None
         done = f"{self._completed:g}/{self._total:g}" if known else ""
-        return tag(
+        html = tag(
             "div",
             tag("code", self._name),
             " ",
@@ -139,39 +140,14 @@ class NotebookBar:
             ),
             f" {done} {self._what} {self._clock() - self._start:.0f} s",
         )
-
-
-class _Html:
-    """What a notebook shows as HTML, and anything else as nothing."""
-
-    def __init__(self, html: Markup) -> None:
-        self._html = html
-
-    def _repr_html_(self) -> str:
-        return self._html
-
-    def __repr__(self) -> str:
-        return ""
+        return {"text/html": html, "text/plain": ""}
 
 
 class Progress(Bar):
-    """Shows how far a tuning run is, and tells a listener of each step.
-
-    Each step is told with `name`, what is tuned. The steps are `"build"` (`candidates`, how many),
-    `"candidate"` (`cfg`, `verdict`, `reason`: one is ready, or refused), `"race"` (`candidates`,
-    `rounds` at most) and `"round"` (`running`, `done`).
-
-    Args:
-      name: what is tuned.
-      wanted: show it; None: if the error output is a terminal or a notebook.
-      on_step: called as `on_step(step, name=, **data)`.
-    """
+    """Shows how far a tuning run is, and tells a listener of each step, as `Tuner` describes."""
 
     def __init__(
-        self,
-        name: str,
-        wanted: bool | None = None,
-        on_step: Callable[..., None] | None = None,
+        self, name: str, wanted: bool | None = None, on_step: Callable[..., None] | None = None
     ) -> None:
         super().__init__(name, wanted)
         self._whole_name = name

@@ -16,7 +16,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from .clock import typical
 
@@ -56,9 +56,9 @@ class Race:
     baseline: int | None = None
     margin: float = 0.01
     seed: int = 0
-    on_round: Callable[[int, int], None] | None = None
-    stop: Callable[[], object] | None = None
-    out_of_time: Callable[[], object] | None = None
+    on_round: Callable[[int, int], None] = lambda running, done: None
+    stop: Callable[[], bool] = lambda: False
+    out_of_time: Callable[[], bool] = lambda: False
     settling: float = 0.0
     timer: Callable[[], float] = time.monotonic
 
@@ -79,8 +79,7 @@ class Race:
             self._round(self.running)
             if not self.running:
                 return None
-            if self.on_round is not None:
-                self.on_round(len(self.running), done)
+            self.on_round(len(self.running), done)
             has_settled = self.timer() - start >= self.settling
             if has_settled and done >= 2:
                 self._drop_the_clearly_slower()
@@ -92,7 +91,7 @@ class Race:
                 if self._settled():
                     self.sure = True
                     break
-            if self._is_out_of_time() or (self.stop is not None and self.stop()):
+            if self.out_of_time() or self.stop():
                 break
         return self._winner()
 
@@ -105,15 +104,14 @@ class Race:
             except Withdrawn:
                 self._withdraw(index)
 
-    def _is_out_of_time(self) -> bool:
-        return self.out_of_time is not None and bool(self.out_of_time())
-
     def doubt(self) -> float:
         """By how much somebody else may yet turn out faster than the leader, as a share."""
-        leader = self._leader()
-        others = [index for index in self.running if index != leader]
-        compared = [compare(self.samples[index], self.samples[leader]) for index in others]
-        return max([0.0, *(error - ratio for ratio, error in compared)])
+        return max([0.0, *(error - ratio for ratio, error in self._behind().values())])
+
+    def _behind(self) -> dict[int, tuple[float, float]]:
+        """How much slower than the leader each of the others is, with the standard error."""
+        leader, *others = self._ranked()
+        return {index: compare(self.samples[index], self.samples[leader]) for index in others}
 
     def _withdraw(self, index: int) -> None:
         """Go on without it; if it was the last one running, with those it had outrun."""
@@ -125,50 +123,34 @@ class Race:
             for i in self.running:  # again in step with each other, however far they had come
                 del self.samples[i][least:]
 
-    def _leader(self) -> int:
-        return min(self.running, key=lambda index: (typical(self.samples[index]), index))
+    def _ranked(self) -> list[int]:
+        """Those that are running, the leader first."""
+        return sorted(self.running, key=lambda index: (typical(self.samples[index]), index))
+
+    def _drop(self, slower: Container[int]) -> None:
+        self.running = [i for i in self.running if i == self.baseline or i not in slower]
 
     def _drop_the_clearly_slower(self) -> None:
-        leader = self._leader()
-        limit = CLEARLY * max(self.samples[leader])
-        self._keep_if(lambda index: min(self.samples[index]) <= limit, leader)
+        limit = CLEARLY * max(self.samples[self._ranked()[0]])
+        self._drop({index for index in self.running if min(self.samples[index]) > limit})
 
     def _drop_the_surely_slower(self) -> None:
-        leader = self._leader()
-        self._keep_if(lambda index: not self._surely_slower(index, leader), leader)
-
-    def _keep_if(self, good: Callable[[int], bool], leader: int) -> None:
-        self.running = [i for i in self.running if i in (leader, self.baseline) or good(i)]
-
-    def _surely_slower(self, index: int, leader: int) -> bool:
-        ratio, error = compare(self.samples[index], self.samples[leader])
-        return ratio - SURE * error > self.margin
+        behind = self._behind().items()
+        self._drop({i for i, (ratio, error) in behind if ratio - SURE * error > self.margin})
 
     def _drop_the_slowest_third(self) -> None:
-        if len(self.running) <= 2:
-            return
-        ranked = sorted(self.running, key=lambda index: (typical(self.samples[index]), index))
-        keep = ranked[: max(2, math.ceil(len(ranked) * 2 / 3))]
-        if self.baseline in ranked and self.baseline not in keep:
-            keep.append(self.baseline)
-        self.running = keep
+        self._drop(self._ranked()[max(2, math.ceil(len(self.running) * 2 / 3)) :])
 
     def _settled(self) -> bool:
         """True if nobody left can be faster than the leader by more than the margin."""
-        leader = self._leader()
-        for index in self.running:
-            if index == leader:
-                continue
-            ratio, error = compare(self.samples[index], self.samples[leader])
-            if ratio - SURE * error < -self.margin:
-                return False
-        return True
+        behind = self._behind().values()
+        return all(ratio - SURE * error >= -self.margin for ratio, error in behind)
 
     def _winner(self) -> int | None:
         """The fastest that also wins its duel with the baseline; else the baseline."""
         baseline = self.baseline
         while self.running:
-            leader = self._leader()
+            leader = self._ranked()[0]
             if baseline not in self.running or leader == baseline:
                 return leader
             assert baseline is not None
@@ -194,7 +176,7 @@ class Race:
         pair = (challenger, baseline)
         before = [len(self.samples[index]) for index in pair]  # the baseline may have had another
         for done in range(1, DUEL[1] + 1):
-            if self._is_out_of_time():  # all that was measured so far must do
+            if self.out_of_time():  # all that was measured so far must do
                 gain, error = compare(self.samples[baseline], self.samples[challenger])
                 return beats_the_noise(gain, error)
             self._round(pair)

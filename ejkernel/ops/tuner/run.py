@@ -6,14 +6,13 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..config.functions import Function
 from ..config.outcome import Outcome, Trial, TuningFailed, TuningInterrupted, Verdict
 from ..utils.stable import stable_json
 from .bench import Bench, BenchUnavailable, CandidateError
-from .build import Builder, reason_of
+from .build import Builder, TuningTask, reason_of
 from .clock import typical
 from .progress import Progress
 from .race import Race, Withdrawn, beats_the_noise, compare
@@ -23,40 +22,6 @@ if TYPE_CHECKING:
     from .tuner import Tuner
 
 RACE_AT_MOST = 64  # a longer list of candidates is searched instead of raced, unless told otherwise
-
-
-@dataclasses.dataclass(frozen=True)
-class TuningTask:
-    """What is to be tuned: a function for every config, and how to know whether it is right.
-
-    Attributes:
-      name: what it is, for messages.
-      make_function: gives the function of a config; it takes `args` and `kwargs`.
-      args: the positional inputs to measure with.
-      kwargs: those by keyword.
-      candidates: the configs to try.
-      reference: what to compare outputs with; None compares with the baseline's output, or
-        not at all without a baseline.
-      baseline: the config that wins ties (the heuristic one).
-      reasons_against: why a config is not supported, if so.
-      known: what earlier runs found out, by the config's `stable_json`.
-      guard: a context manager made for each candidate, entered around its first run.
-      measured: what the functions compute, for the report.
-      notes: remarks to keep with the outcome.
-    """
-
-    name: str
-    make_function: Callable[[Any], Function]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    candidates: Sequence[Any]
-    reference: Function | None = None
-    baseline: Any = None
-    reasons_against: Callable[[Any], Sequence[str]] | None = None
-    known: Mapping[str, Trial[Any]] = dataclasses.field(default_factory=dict)
-    guard: Callable[[Any], Any] | None = None
-    measured: str = "forward"
-    notes: tuple[str, ...] = ()
 
 
 class TuningRun:
@@ -69,13 +34,8 @@ class TuningRun:
         self.bench = bench
         self.progress = progress
         self.budget = Budget(tuner.seconds, tuner.evaluations)
-        self.builder = Builder(
-            bench,
-            task.make_function,
-            reasons_against=task.reasons_against,
-            guard=task.guard,
-            on_refused=progress.refused,
-        )
+        self.builder = Builder(bench, task, progress.refused)
+        self._baseline = None if task.baseline is None else stable_json(task.baseline)
         self._racing_seconds: float | None = None  # most time for the race
         self.handles: dict[str, Any] = {}
         self.samples: dict[str, list[float]] = {}
@@ -86,15 +46,19 @@ class TuningRun:
         self._winner: str | None = None
 
     def run(self) -> Outcome[Any]:
-        task = self.task
-        fresh = [cfg for cfg in self._baseline_first() if stable_json(cfg) not in task.known]
+        task, effort = self.task, self.tuner.effort
+        # The baseline first: without a reference its output is what the others must equal.
+        ordered = sorted(task.candidates, key=lambda cfg: stable_json(cfg) != self._baseline)
+        fresh = [cfg for cfg in ordered if stable_json(cfg) not in task.known]
         if fresh:
             self._find_the_reference()
         try:
             if len(fresh) > RACE_AT_MOST and self.tuner.strategy != "exhaustive":
                 self._search(fresh)
             else:
-                self._race_all(fresh)
+                self._racing_seconds = effort.share_of_build * self._build(fresh)
+                if self.handles:
+                    self._race(list(self.handles), effort.rounds)
         except BenchUnavailable as error:
             raise TuningFailed(f"{task.name}: candidates cannot be run: {error}") from error
         except KeyboardInterrupt:
@@ -108,7 +72,7 @@ class TuningRun:
     def _find_the_reference(self) -> None:
         """Have something to compare with; a baseline that is yet to be built will be it."""
         reference = self.task.reference
-        if reference is None and self._baseline_key in self.task.known:
+        if reference is None and self._baseline in self.task.known:
             reference = self.task.make_function(self.task.baseline)
         if reference is None:
             return
@@ -120,21 +84,7 @@ class TuningRun:
                 f"{reason_of(error)}"
             ) from error
 
-    def _baseline_first(self) -> list[Any]:
-        """The baseline first: without a reference its output is what the others must equal."""
-        baseline = self._baseline_key
-        return sorted(self.task.candidates, key=lambda cfg: stable_json(cfg) != baseline)
-
-    @property
-    def _baseline_key(self) -> str | None:
-        return None if self.task.baseline is None else stable_json(self.task.baseline)
-
     # --- all of them -----------------------------------------------------------------------------
-
-    def _race_all(self, configs: list[Any]) -> None:
-        self._racing_seconds = self.tuner.effort.share_of_build * self._build(configs)
-        if self.handles:
-            self._race(list(self.handles), self.tuner.effort.rounds)
 
     def _build(self, configs: Sequence[Any]) -> float:
         """Have handles of the usable ones; how many seconds that took."""
@@ -143,9 +93,9 @@ class TuningRun:
         for cfg, handle in self.builder.build(configs):
             key = stable_json(cfg)
             self._configs[key] = cfg
-            if self.builder.reference is None and key == self._baseline_key:
+            if self.builder.reference is None and key == self._baseline:
                 self._trust_the_baseline(handle)
-            with contextlib.suppress(Withdrawn), self._blaming(key):
+            with self.builder.blaming(cfg):
                 self.bench.warm_up(handle, self.tuner.warmup)
                 self.handles[key] = handle
                 self.samples.setdefault(key, [])
@@ -166,7 +116,7 @@ class TuningRun:
             ) from error
 
     def _race(self, keys: list[str], rounds: int) -> None:
-        baseline = self._baseline_key
+        baseline = self._baseline
         self.progress.racing(len(keys), rounds)
         start, least = time.monotonic(), 2 * self.tuner.iters
 
@@ -197,11 +147,14 @@ class TuningRun:
         self._winner = None if winner is None else keys[winner]
 
     def _sample(self, key: str) -> float:
-        with self._blaming(key):
+        """Seconds of one more run; a candidate that ran before may still fail, and withdraws."""
+        with self.builder.blaming(self._configs[key]):
             seconds = self.bench.sample(self.handles[key])
             if key in self._unrepeated:
                 self._unrepeated.remove(key)
                 self._see_that_it_repeats(key)
+        if key in self.builder.refused:
+            raise Withdrawn
         return seconds
 
     def _see_that_it_repeats(self, key: str) -> None:
@@ -210,23 +163,10 @@ class TuningRun:
             return  # seen before it was trusted
         difference = self.bench.repeats(handle)
         self.bench.forget(handle)  # its output has been compared twice by now
-        if difference is None:
-            return
-        if not difference.harmless:
+        if difference is not None and difference.harmless:
+            self.remarks[key] = difference.reason
+        elif difference is not None:
             self.builder.refuse(self._configs[key], Verdict.NON_DETERMINISTIC, difference.reason)
-            raise Withdrawn
-        self.remarks[key] = difference.reason
-
-    @contextlib.contextmanager
-    def _blaming(self, key: str) -> Iterator[None]:
-        """A candidate that ran before may still fail later: it withdraws, the others go on."""
-        try:
-            yield
-        except (BenchUnavailable, Withdrawn):
-            raise
-        except Exception as error:
-            self.builder.refuse(self._configs[key], Verdict.FAILED, reason_of(error))
-            raise Withdrawn from error
 
     def _out_of_time(self) -> bool:
         return self.tuner.seconds is not None and self.budget.exhausted is not None
@@ -250,23 +190,22 @@ class TuningRun:
                 break
             self._evaluate([configs[index] for index in proposed])
             for index in proposed:
-                key = stable_json(configs[index])
-                samples = None if self._is_refused(key) else self.samples.get(key)
-                history[index] = typical(samples) if samples else None
-        best = sorted(
-            (key for key, taken in self.samples.items() if taken and not self._is_refused(key)),
-            key=lambda key: typical(self.samples[key]),
-        )[: effort.finalists]
-        baseline = self._baseline_key
-        if baseline is not None and baseline in self.handles and baseline not in best:
-            best.extend([] if self._is_refused(baseline) else [baseline])
+                history[index] = self._seconds(stable_json(configs[index]))
+        times = {
+            key: seconds for key in self.samples if (seconds := self._seconds(key)) is not None
+        }
+        best = sorted(times, key=times.__getitem__)[: effort.finalists]
+        baseline = self._baseline
+        if baseline in self.handles and baseline not in (*best, *self.builder.refused):
+            best.append(baseline)
         if best:
             self._race(best, effort.rounds)
 
     def _evaluate(self, configs: list[Any]) -> None:
         """A first impression of some candidates, interleaved: a slow moment meets all of them.
 
-        Beside compiling, more samples of a short program cost nothing, and they outlast the moment.
+        Compared with compiling, more samples of a short program cost nothing, and they outlast the
+        moment.
         """
         effort, before = self.tuner.effort, set(self.handles)
         building = self._build(configs)
@@ -275,12 +214,14 @@ class TuningRun:
         for done in range(max(effort.rounds, self.tuner.iters)):
             if done >= self.tuner.iters and time.monotonic() >= until:
                 break
-            for key in [key for key in new if not self._is_refused(key)]:
+            for key in [key for key in new if key not in self.builder.refused]:
                 with contextlib.suppress(Withdrawn):
                     self.samples[key].append(self._sample(key))
 
-    def _is_refused(self, key: str) -> bool:
-        return key in self.builder.refused
+    def _seconds(self, key: str) -> float | None:
+        """The typical time of a candidate; None if it was not measured, or refused since."""
+        samples = None if key in self.builder.refused else self.samples.get(key)
+        return typical(samples) if samples else None
 
     # --- the result ------------------------------------------------------------------------------
 
@@ -292,7 +233,11 @@ class TuningRun:
         }
         if not measured:
             if strict:
-                raise TuningFailed(_all_failed(task.name, trials))
+                lines = [
+                    f"  {trial.cfg}: {trial.verdict.value}: {trial.reason}" for trial in trials
+                ]
+                head = f"{task.name}: none of the {len(lines)} candidates can be used:"
+                raise TuningFailed("\n".join([head, *lines]))
             return None
         best = self._best(measured)
         return Outcome(
@@ -315,21 +260,18 @@ class TuningRun:
     def _best(self, measured: dict[str, Trial[Any]]) -> Trial[Any]:
         """The race's winner; against what earlier runs measured, the faster by more than noise."""
         winner = measured.get(self._winner or "")
-        earlier = [trial for key, trial in measured.items() if not self.samples.get(key)]
         if winner is None:
             fastest = min(measured.values(), key=lambda trial: trial.seconds or 0.0)
-            baseline = measured.get(self._baseline_key or "")
+            baseline = measured.get(self._baseline or "")
             return fastest if baseline is None else _faster(fastest, baseline)
-        for trial in sorted(earlier, key=lambda trial: trial.seconds or 0.0)[:1]:
-            winner = _faster(winner, trial)
-        return winner
+        earlier = [trial for key, trial in measured.items() if not self.samples.get(key)]
+        fastest = min(earlier, key=lambda trial: trial.seconds or 0.0, default=winner)
+        return _faster(winner, fastest)
 
     def _trial(self, cfg: Any) -> Trial[Any]:
         key = stable_json(cfg)
         if key in self.builder.duplicates:  # the same program has the same fate
-            measured = self.builder.duplicates[key]
-            taken = None if self._is_refused(measured) else self.samples.get(measured)
-            seconds = typical(taken) if taken else None
+            seconds = self._seconds(self.builder.duplicates[key])
             return dataclasses.replace(self.builder.refused[key], seconds=seconds)
         if key in self.builder.refused:
             return self.builder.refused[key]
@@ -353,8 +295,3 @@ def _faster(challenger: Trial[Any], holder: Trial[Any]) -> Trial[Any]:
         )
         return challenger if beats_the_noise(gain, error) else holder
     return challenger if (challenger.seconds or 0.0) < 0.99 * (holder.seconds or 0.0) else holder
-
-
-def _all_failed(name: str, trials: list[Trial[Any]]) -> str:
-    lines = [f"  {trial.cfg}: {trial.verdict.value}: {trial.reason}" for trial in trials]
-    return f"{name}: none of the {len(lines)} candidates can be used:\n" + "\n".join(lines)

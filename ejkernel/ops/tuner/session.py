@@ -22,9 +22,9 @@ from ..core.static_part import split
 from ..core.supports import without_demand
 from ..utils.stable import stable_json
 from .bench import CandidateError
+from .build import TuningTask
 from .clock import typical
 from .inputs import needs_other_processes, outside_trace, random_like, realistic_inputs
-from .run import TuningTask
 from .search.pruning import prune
 from .tuner import Tuner
 
@@ -53,10 +53,16 @@ def tune_invocation(
     with outside_trace():
         with _blaming(name, "candidate_cfgs"):
             configs = kernel.candidates(inv) if candidates is None else candidates
-        baseline = _baseline(kernel, inv)
+        baseline = None
+        with contextlib.suppress(NotImplementedError):
+            baseline = kernel.heuristic(inv)
         pruned = prune(tuner, kernel, inv, configs, baseline)
         configs = pruned.candidates
-        refused = _refused(kernel, inv, configs)
+        refused = {  # whatever an earlier run measured
+            stable_json(cfg): reasons
+            for cfg in configs
+            if (reasons := reasons_against_config(kernel, cfg, inv))
+        }
         with _blaming(name, "make_inputs"):
             args, kwargs = realistic_inputs(kernel, inv, getattr(tuner, "seed", 0))
         kwargs = without_demand(kwargs)
@@ -83,7 +89,8 @@ def tune_invocation(
         if type(tuner).autotune is not Tuner.autotune:
             out = {*pruned.trials, *refused}
             left = [cfg for cfg in configs if stable_json(cfg) not in out]
-            best = _users_choice(tuner, name, of_users, inputs, kwargs, left)
+            with _blaming(name, "the tuner"):
+                best = tuner.autotune(of_users, inputs, kwargs, left)
             try:
                 kernel.check_config(best, "the tuner returned", inv)
             except ValueError as error:
@@ -117,20 +124,19 @@ def heuristic_seconds(tuner: Tuner, inv: Invocation[Any, Any], kernel: Kernel[An
         arrays, rest = split(realistic_inputs(kernel, inv, tuner.seed))
         bench = tuner.bench(arrays)
         handle = bench.compile(bench.lower(lambda *arrays: call_with(function, rest, arrays)))
-        guard = _crash_guard(tuner, inv) or contextlib.nullcontext
-        with guard(cfg):
+        with _crash_guard(tuner, inv)(cfg):
             bench.run(handle)
         bench.warm_up(handle, tuner.warmup)
         return typical([bench.sample(handle) for _ in range(tuner.iters)])
 
 
-def _crash_guard(tuner: Tuner, inv: Invocation[Any, Any]) -> Callable[[Any], Any] | None:
+def _crash_guard(tuner: Tuner, inv: Invocation[Any, Any]) -> Callable[[Any], Any]:
     """In this process: note durably what is about to run, and refuse what crashed before.
 
     A worker process needs no notes: its supervisor survives it.
     """
     if tuner.isolation != "none":
-        return None
+        return contextlib.nullcontext
     from ..utils.environment import NoHomeFolder
     from .isolation.journal import Journal
 
@@ -187,46 +193,13 @@ def _with_hidden_gradients(
     return function
 
 
-def _users_choice(
-    tuner: Tuner,
-    name: str,
-    make_fn: Callable[[Any], Function],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    configs: list[Any],
-) -> Any:
-    """A tuner of the user's own decides, and says no more than what it chose."""
-    try:
-        return tuner.autotune(make_fn, args, kwargs, configs)
-    except Exception as error:
-        raise TuningFailed(f"{name}: the tuner raised {type(error).__name__}: {error}") from error
-
-
 @contextlib.contextmanager
-def _blaming(name: str, method: str) -> Iterator[None]:
-    """An error in a kernel's helper for tuning costs the tuning, not the call."""
+def _blaming(name: str, who: str) -> Iterator[None]:
+    """An error in a kernel's helper for tuning, or in a user's tuner, costs the tuning only."""
     try:
         yield
     except Exception as error:
-        raise TuningFailed(f"{name}: {method} raised {type(error).__name__}: {error}") from error
-
-
-def _refused(
-    kernel: Kernel[Any, Any], inv: Invocation[Any, Any], configs: Sequence[Any]
-) -> dict[str, list[str]]:
-    """Candidates that do not support the call, whatever an earlier run measured, with reasons."""
-    return {
-        stable_json(cfg): reasons
-        for cfg in configs
-        if (reasons := reasons_against_config(kernel, cfg, inv))
-    }
-
-
-def _baseline(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> Any:
-    try:
-        return kernel.heuristic(inv)
-    except NotImplementedError:
-        return None
+        raise TuningFailed(f"{name}: {who} raised {type(error).__name__}: {error}") from error
 
 
 def _random_cotangents(

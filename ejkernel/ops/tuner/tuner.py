@@ -15,10 +15,11 @@ from ..config.functions import Function, call_with
 from ..config.outcome import Outcome, TuningFailed
 from ..core.static_part import StaticPart, split
 from .bench import Bench, Clock, LocalBench
-from .clock import Stopwatch, typical
+from .build import TuningTask
+from .clock import Stopwatch
 from .inputs import outside_trace, random_like
 from .progress import Progress
-from .run import TuningRun, TuningTask
+from .run import TuningRun
 from .search.effort import Budget, Effort, effort_of
 from .search.pruning import Pruner
 
@@ -34,13 +35,13 @@ class Tuner:
         effort says (3 by default).
       effort: `"quick"`, `"standard"` or `"full"`: how long the finalists run, how much of a large
         space is searched.
-      seconds: stop after this time; the result is kept, marked incomplete, and continued later.
+      seconds: stop after this time; the result is stored, marked incomplete, and continued later.
       evaluations: measure at most this many candidates; likewise.
       strategy: how a large space is searched: `"auto"`, `"exhaustive"`, `"random"`, `"model"`, or
         an object with a `propose` method.
       isolation: `"process"` compiles and runs candidates in a worker process that may be killed.
       clock: `"device"` ranks by the time that the profiler says the device worked, where it says
-        that; `"wall"` by the time that passed; `"auto"` by the device's on GPU and TPU.
+        that; `"wall"` by the wall clock; `"auto"` by the device's on GPU and TPU.
       prune: what to leave out before anything is measured: a function
         `(kernel, inv, candidates) -> Pruned` such as `ejkernel.targets.StaticPruner()`; None: what
         a bundle of ranked candidates says, if there is one for the call; False: nothing.
@@ -132,12 +133,10 @@ class Tuner:
         shapes are replaced by random arrays: under `jit` this times execution, not tracing.
         """
         with outside_trace():
-            args, kwargs = random_like_if_abstract((args, kwargs), self.seed)
-            arrays, rest = split((args, kwargs))
+            arrays, rest = split(random_like((args, kwargs), self.seed, only_abstract=True))
             compiled = jax.jit(lambda arrays: call_with(fn, rest, arrays)).lower(arrays).compile()
             watch = Stopwatch(lambda: compiled(arrays), self.timer)
-            watch.warm_up(self.warmup)
-            return typical([watch.sample() for _ in range(self.iters)])
+            return watch.measure(self.warmup, self.iters)
 
     def autotune(
         self,
@@ -155,12 +154,12 @@ class Tuner:
         ).best
 
     def tune(self, task: TuningTask) -> Outcome[Any]:
-        """The winner among a task's candidates, with everything that was found."""
+        """The winner among a task's candidates, with everything that was learned."""
         if not task.candidates:
             raise TuningFailed(f"{task.name}: there are no candidates to tune")
         with outside_trace():
-            args, kwargs = random_like_if_abstract((task.args, dict(task.kwargs)), self.seed)
-            arrays, rest = split((args, kwargs))
+            inputs = (task.args, dict(task.kwargs))
+            arrays, rest = split(random_like(inputs, self.seed, only_abstract=True))
             flat = dataclasses.replace(
                 task,
                 make_function=lambda cfg: _flat(task.make_function(cfg), rest),
@@ -181,13 +180,3 @@ class Tuner:
 
 def _flat(function: Function, rest: StaticPart) -> Function:
     return lambda *arrays: call_with(function, rest, arrays)
-
-
-def random_like_if_abstract(tree: Any, seed: int) -> Any:
-    """Replace tracers and abstract shapes by random arrays; keep real arrays."""
-
-    def real(leaf: Any) -> Any:
-        abstract = isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct))
-        return random_like(leaf, seed) if abstract else leaf
-
-    return jax.tree.map(real, tree)

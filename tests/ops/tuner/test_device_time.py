@@ -8,10 +8,9 @@ import pytest
 
 from ejkernel.ops import Tuner
 from ejkernel.ops.tuner.bench import LocalBench
-from ejkernel.ops.tuner.clock import Stopwatch
-from ejkernel.ops.tuner.device_time import DeviceTime, busy_seconds, profile_of
+from ejkernel.ops.tuner.build import TuningTask
+from ejkernel.ops.tuner.clock import DeviceTime, Stopwatch, busy_seconds, profile_of
 from ejkernel.ops.tuner.isolation.worker_bench import WorkerBench
-from ejkernel.ops.tuner.run import TuningTask
 
 X = jnp.ones((8, 8))
 

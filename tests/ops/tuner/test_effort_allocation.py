@@ -18,7 +18,7 @@ from ejkernel.ops import (
     autotune_recorded,
 )
 from ejkernel.ops.config.selection import Sources
-from ejkernel.ops.execution import effort_allocation
+from ejkernel.ops.execution import tuning
 from ejkernel.ops.tuner.search.effort import EFFORTS, Effort
 
 
@@ -99,7 +99,7 @@ def test_one_operation_is_tuned_as_it_is():
 def test_what_is_known_is_not_even_timed(tmp_path, monkeypatch):
     store = PersistentCache(tmp_path)
     autotune(model, X, selector=Watching(tuner=Tuner(progress=False), persistent=store))
-    monkeypatch.setattr(effort_allocation, "_heuristic_seconds", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(tuning, "_heuristic_seconds", lambda *_: pytest.fail("timed"))
     again = Watching(tuner=Tuner(progress=False), persistent=store)
     assert len(autotune(model, X, selector=again).entries) == 2
     assert again.asked == []

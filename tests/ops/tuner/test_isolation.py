@@ -7,12 +7,12 @@ import gc
 import os
 import pathlib
 import signal
-import struct
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,6 @@ import pytest
 from ejkernel.ops.tuner.bench import CandidateError, LocalBench
 from ejkernel.ops.tuner.isolation import process, worker_bench
 from ejkernel.ops.tuner.isolation.process import WorkerUnavailable, stop_worker, worker_pid
-from ejkernel.ops.tuner.isolation.worker import NOTIFICATION
 from ejkernel.ops.tuner.isolation.worker_bench import CandidateDied, WorkerBench
 
 ROOT = pathlib.Path(worker_bench.__file__).parents[4]
@@ -236,7 +235,7 @@ def test_crash_and_hang_cost_only_the_culprits():
         with pytest.raises(CandidateDied, match="still running after 3 s; the worker was killed"):
             bench.run(endless)
         assert gone(after)
-        # The culprits stay dead, whatever is asked of them, and so do their twins.
+        # The culprits stay dead, whatever is asked of them, and so do their duplicates.
         for culprit in (deadly, endless):
             for use in (bench.run, bench.sample, lambda handle: bench.compare(handle, reference)):
                 with pytest.raises(CandidateDied):
@@ -333,8 +332,8 @@ def test_two_threads_take_turns():
     assert failures == []
 
 
-def slow_to_compile(x):
-    for number in range(400):
+def slow_to_compile(x, steps=400):
+    for number in range(steps):
         x = jnp.sin(x @ x + number)
     return x
 
@@ -373,19 +372,20 @@ def test_a_worker_that_is_lost_while_it_compiles_is_replaced(bench):
     bench.run(compiled[0])
 
 
-@pytest.mark.parametrize("dies_first", [True, False])
-def test_notices_are_heard_before_and_after(dies_first):
-    reading, writing = os.pipe()
-    notifications = process.CompileNotifications(reading)
-    expected, other = notifications.expect(7), notifications.expect(8)
-    if not dies_first:
-        os.write(writing, struct.pack(NOTIFICATION, 7))
-        assert expected.wait(10)
-        assert not other.is_set()
-    os.close(writing)
-    assert expected.wait(10)
-    assert other.wait(10)
-    assert notifications.expect(9).wait(10)  # nobody will tell it any more
+def test_more_may_compile_at_once_than_there_are_sockets_and_all_hear_of_the_end(bench):
+    ran(bench, double)
+    lowered = [
+        bench.lower(lambda x, n=n: slow_to_compile(x, 40) + n)
+        for n in range(process.MOST_COMPILERS + 2)
+    ]
+    with ThreadPoolExecutor(len(lowered)) as pool:
+        compiling = [pool.submit(bench.compile, program) for program in lowered]
+        while len(process.SHARED.compiling) < len(lowered) and not compiling[0].done():
+            time.sleep(0.001)
+        os.kill(worker_pid(), signal.SIGKILL)
+        for handle in compiling:
+            bench.run(handle.result(timeout=300))
+    assert process.SHARED.compiling == set()
 
 
 def test_what_compiles_too_long_is_ended_and_stays_dead(bench):
@@ -454,7 +454,7 @@ def test_stray_output_and_forks_do_no_harm(tmp_path):
         before = worker_pid()
         assert bench.compare(double, double) is None
         assert worker_pid() == before
-        print("fine", os.fstat(worker_bench.SHARED.process._log).st_size)
+        print("fine", os.fstat(worker_bench.SHARED.process._log.fileno()).st_size)
         """,
         folder=tmp_path,
         XLA_FLAGS="--xla_dump_to=-",

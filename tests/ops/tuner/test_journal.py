@@ -16,7 +16,7 @@ import pytest
 
 from ejkernel.ops.tuner import session
 from ejkernel.ops.tuner.isolation import journal as journal_module
-from ejkernel.ops.tuner.isolation.journal import Culprit, Journal, default_folder
+from ejkernel.ops.tuner.isolation.journal import Journal, Note, default_folder
 
 ROOT = pathlib.Path(journal_module.__file__).parents[4]
 RUNNING = """
@@ -223,7 +223,7 @@ def test_many_processes_at_once(tmp_path):
 
 
 def test_a_culprit_is_a_plain_value():
-    assert Culprit("k", "c", "now", "here", 1) == Culprit("k", "c", "now", "here", 1)
+    assert Note("k", "c", "now", "here", 1) == Note("k", "c", "now", "here", 1)
 
 
 def test_a_long_run_in_this_process_is_announced_with_what_to_do(caplog):

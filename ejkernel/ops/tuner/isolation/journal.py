@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import pathlib
@@ -44,61 +45,48 @@ def default_folder() -> pathlib.Path:
 
 
 @dataclasses.dataclass(frozen=True)
-class Culprit:
-    """A candidate that was running when its process died."""
+class Note:
+    """A candidate that runs, or that was running when its process died."""
 
     key: str
     config: str
     when: str
     host: str
     pid: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Note:
-    """What is written down before a candidate runs."""
-
-    key: str
-    config: str
-    when: str
-    host: str
-    pid: int
-    started: str  # when the process began: process ids are used again
-    boot: str
-    namespace: str  # process ids of another container mean nothing here
+    started: str = ""  # when the process began: process ids are used again
+    boot: str = ""
+    namespace: str = ""  # process ids of another container mean nothing here
 
     @staticmethod
-    def loads(data: bytes) -> _Note:
+    def loads(data: bytes) -> Note:
         """Raises `ValueError` if it is damaged."""
-        found = parse_json(data)
-        types = {field.name: int if field.name == "pid" else str for field in _NOTE_FIELDS}
-        if not isinstance(found, dict) or any(
-            not isinstance(found.get(name), kind) for name, kind in types.items()
+        plain = parse_json(data)
+        names = [field.name for field in dataclasses.fields(Note)]
+        if not isinstance(plain, dict) or not all(
+            isinstance(plain.get(name), int if name == "pid" else str) for name in names
         ):
             raise ValueError("it is not a note of a journal")
-        _moment(found["when"])
-        return _Note(**{name: found[name] for name in types})
-
-
-_NOTE_FIELDS = dataclasses.fields(_Note)
+        _moment(plain["when"])
+        return Note(**{name: plain[name] for name in names})
 
 
 class Journal:
     """Notes of what runs, and the list of what crashed, in a folder that many processes share.
 
     Args:
-      folder: where to keep them; default: `default_folder()`.
+      folder: where they are; default: `default_folder()`.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self.folder = default_folder() if folder is None else pathlib.Path(folder)
+        self._inside = functools.partial(PrivateFolder.open_inner, self.folder)
         self._said = False
 
     @contextlib.contextmanager
     def about_to_run(self, key_text: str, config_text: str) -> Iterator[None]:
-        """Keep a note on disk while the block runs; an exception is not a crash."""
+        """Have a note on disk while the block runs; an exception is not a crash."""
         name = f"{os.getpid()}-{uuid.uuid4().hex}.json"
-        note = _Note(
+        note = Note(
             key_text,
             config_text,
             datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -111,7 +99,7 @@ class Journal:
         with contextlib.ExitStack() as stack:
             try:
                 running = stack.enter_context(self._inside("running", create=True))
-                running.write(name, _text(note))
+                running.write(name, f"{json.dumps(dataclasses.asdict(note), indent=1)}\n".encode())
             except OSError as error:
                 self._warn(
                     f"the journal {self.folder} cannot be written, so a candidate that crashes "
@@ -125,40 +113,40 @@ class Journal:
                 running.remove(name)
                 running.flush()
 
-    def culprits(self) -> list[Culprit]:
+    def culprits(self) -> list[Note]:
         """What dead processes left behind; moves it to the permanent list.
 
         Of several processes that ask at once, one is told.
         """
-        found: list[Culprit] = []
+        culprits: list[Note] = []
         try:
             with self._inside("running") as running:
                 for name in self._notes(running):
-                    culprit = self._dead(running, name)
-                    if culprit is not None:
-                        found.append(culprit)
+                    if (note := self._dead(running, name)) is not None:
+                        culprits.append(note)
         except (FileNotFoundError, NotADirectoryError):
             pass  # nothing was ever noted
         except OSError as error:
             self._warn(f"the journal {self.folder} cannot be read: {error}")
-        return found
+        return culprits
 
-    def _dead(self, running: PrivateFolder, name: str) -> Culprit | None:
-        """What a note blames, if its process is gone; the note is then moved to the list."""
+    def _dead(self, running: PrivateFolder, name: str) -> Note | None:
+        """A note whose process is gone; it is then moved to the list."""
         try:
-            note = _Note.loads(running.read(name))
+            note = Note.loads(running.read(name))
         except FileNotFoundError:
             return None  # it ended, or someone else was faster
         except (ValueError, OSError) as error:
             self._set_aside(running, name, error)
             return None
-        if _alive(note):
-            return None
-        culprit = Culprit(note.key, note.config, note.when, note.host, note.pid)
-        with self._inside("crashed", create=True) as crashed:
-            crashed.write(_crash_name(note.key, note.config), _text(culprit))
-        # Only now: whatever happens, one of the two files is there.
-        return culprit if running.remove(name) else None
+        if not _alive(note):
+            with (
+                contextlib.suppress(FileNotFoundError),  # someone else was faster, and tells it
+                self._inside("crashed", create=True) as crashed,
+            ):
+                running.move(name, crashed, _crash_name(note.key, note.config))
+                return note
+        return None
 
     def crashed(self, key_text: str, config_text: str) -> str | None:
         """When and where a candidate crashed, or None if it never did."""
@@ -172,8 +160,8 @@ class Journal:
             return None
         file = self.folder / "crashed" / name
         try:
-            found = parse_json(data)
-            when, host, pid = found["when"], found["host"], found["pid"]
+            plain = parse_json(data)
+            when, host, pid = plain["when"], plain["host"], plain["pid"]
         except (ValueError, TypeError, KeyError):
             # Its name alone says that it crashed.
             return f"it ended its process before (delete {file} to try it again)"
@@ -189,11 +177,6 @@ class Journal:
                 return [crashed.path / name for name in crashed.names() if name.endswith(".json")]
         except OSError:
             return []
-
-    def _inside(
-        self, name: str, *, create: bool = False
-    ) -> contextlib.AbstractContextManager[PrivateFolder]:
-        return PrivateFolder.open_inner(self.folder, name, create=create)
 
     def _notes(self, running: PrivateFolder) -> list[str]:
         """The notes; removes what was never finished."""
@@ -227,14 +210,10 @@ def _crash_name(key_text: str, config_text: str) -> str:
     return f"{short_hash([key_text, config_text], 32)}.json"
 
 
-def _text(record: _Note | Culprit) -> bytes:
-    return f"{json.dumps(dataclasses.asdict(record), indent=1)}\n".encode()
-
-
 # --- processes -----------------------------------------------------------------------------------
 
 
-def _alive(note: _Note) -> bool:
+def _alive(note: Note) -> bool:
     """Does the process that wrote a note still run, as far as one can tell?"""
     here = note.host == socket.gethostname()
     if here and note.boot != _boot():
@@ -256,7 +235,13 @@ def _moment(text: str) -> datetime.datetime:
 def _started(pid: int) -> str | None:
     """When a process began, in the system's own terms; None if there is none, "" if nobody says."""
     if not pathlib.Path("/proc/self/stat").exists():
-        return "" if _exists(pid) else None
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return None
+        except PermissionError:
+            pass  # it is somebody else's, and there
+        return ""
     try:
         line = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:  # there is none; or one that cannot be, as no number is so long
@@ -264,16 +249,6 @@ def _started(pid: int) -> str | None:
     # After the name, which stands in parentheses and may hold anything: state, then 18 fields more.
     fields = line.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else fields[19]
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _boot() -> str:

@@ -6,8 +6,9 @@ import atexit
 import contextlib
 import json
 import os
+import queue
 import signal
-import struct
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,10 +16,11 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from ..bench import BenchUnavailable
-from .worker import NOTIFICATION, Blob, Channel, Disconnected, Header
+from .worker import Blob, Channel, Header
 
 START_SECONDS = 120.0  # importing JAX takes seconds, on a busy machine many
 _LONGEST_LOG = 1 << 20
+MOST_COMPILERS = 8  # programs that are compiled at the same time
 # As `python -m` would, but with this process' import path: it may have been extended by hand.
 _PROGRAM = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
@@ -46,67 +48,78 @@ class Process:
     """One worker process.
 
     Args:
-      module: its `main` answers; it finds the pipes' numbers on its command line.
+      module: its `main` answers; it finds the numbers of its sockets on its command line.
       environment: of the process, if not this one's.
+      compilers: how many programs it compiles at the same time, each over a socket of its own.
     """
 
     def __init__(
         self,
         module: str = "ejkernel.ops.tuner.isolation.worker",
         environment: Mapping[str, str] | None = None,
+        compilers: int = 0,
     ) -> None:
         if os.name != "posix" or not sys.executable:
-            raise WorkerUnavailable("workers need POSIX pipes and a Python executable")
-        self._log = _unnamed_file()
+            raise WorkerUnavailable("workers need POSIX and a Python executable")
+        self._log = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  what it prints
         self._heard = 0  # how long the log was when it last answered
-        requests, replies, notifications = os.pipe(), os.pipe(), os.pipe()
-        theirs = (requests[0], replies[1], notifications[1])
+        pairs = [socket.socketpair() for _ in range(1 + compilers)]
+        descriptors = [theirs.fileno() for _, theirs in pairs]
         path = json.dumps([str(folder) for folder in sys.path])
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, path, module, *map(str, theirs)],
+                [sys.executable, "-c", _PROGRAM, path, module, *map(str, descriptors)],
                 env=environment,
-                pass_fds=theirs,
+                pass_fds=descriptors,
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
                 start_new_session=True,  # Ctrl-C is the parent's affair
             )
         finally:
-            for descriptor in theirs:
-                os.close(descriptor)
+            for _, theirs in pairs:
+                theirs.close()
         self.pid = self._process.pid
-        self._channel = Channel(replies[0], requests[1])
-        self.notifications = CompileNotifications(notifications[0])
+        self._channels = [Channel(ours) for ours, _ in pairs]
+        self._compilers: queue.SimpleQueue[Channel] = queue.SimpleQueue()
+        for channel in self._channels[1:]:
+            self._compilers.put(channel)
         self._closed = False
 
     def ask(
         self, header: Header, blobs: Sequence[Blob], seconds: float, doing: str
     ) -> tuple[Header, list[bytearray]]:
         """Send a request and wait for its answer. Raises `WorkerLost`, and is then of no use."""
-        try:
-            return self._converse(header, blobs, seconds, doing)
-        except BaseException:
-            self.kill()  # also after Ctrl-C: half a conversation cannot be taken up again
-            raise
+        return self._ask(self._channels[0], header, blobs, seconds, doing)
 
-    def _converse(
-        self, header: Header, blobs: Sequence[Blob], seconds: float, doing: str
+    def compile(
+        self, header: Header, blobs: Sequence[Blob], seconds: float
     ) -> tuple[Header, list[bytearray]]:
-        started = False
+        """As `ask`, while other requests are answered: several threads may call it."""
+        channel = self._compilers.get()
+        try:
+            return self._ask(channel, header, blobs, seconds, "compiling")
+        finally:
+            self._compilers.put(channel)
+
+    def _ask(
+        self, channel: Channel, header: Header, blobs: Sequence[Blob], seconds: float, doing: str
+    ) -> tuple[Header, list[bytearray]]:
+        started, answer = False, None
         if self._heard > _LONGEST_LOG:
-            os.ftruncate(self._log, 0)
+            self._log.seek(0)  # the worker writes where this says
+            self._log.truncate()
             self._heard = 0
         # Not from now on: one that ended before it was asked anything has said why, too.
         logged = self._heard
         try:
-            self._channel.send(header, blobs, START_SECONDS)
-            self._channel.receive(START_SECONDS)
+            channel.send(header, blobs, START_SECONDS)
+            channel.receive(START_SECONDS)
             started = True
-            answer = self._channel.receive(seconds)
-            self._heard = os.fstat(self._log).st_size
+            answer = channel.receive(seconds)
+            self._heard = os.fstat(self._log.fileno()).st_size
             return answer
-        except Disconnected:
+        except ConnectionError:
             how = f"{self._end()} while {doing} it{self._last_words(logged)}"
             raise WorkerLost(how, started) from None
         except TimeoutError:
@@ -115,30 +128,37 @@ class Process:
             else:
                 how = f"the worker did not respond for {START_SECONDS:g} s and was killed"
             raise WorkerLost(how, started, too_long=started) from None
+        finally:
+            if answer is None:
+                self.kill()  # also after Ctrl-C: half a conversation cannot be taken up again
 
     def alive(self) -> bool:
         """Is it still there?"""
-        return not self._closed and self._process.poll() is None
+        return self._process.poll() is None
 
     def kill(self) -> None:
-        """End it now."""
+        """End it now. Those who wait for an answer are told by their sockets."""
         self._process.kill()
         self._process.wait()
-        self.abandon()
 
-    def abandon(self) -> None:
-        """Close this process' ends of the pipes, once."""
+    def close(self) -> None:
+        """Close this process' ends of the sockets and the log, once."""
         if not self._closed:
             self._closed = True
-            self._channel.close()
-            os.close(self._log)
+            for channel in self._channels:
+                channel.close()
+            self._log.close()
+
+    def __del__(self) -> None:  # not in `kill`: other threads may use them still
+        if hasattr(self, "_closed"):
+            self.close()
 
     def _end(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=10)
         code = self._process.poll()
         if code is None:
-            return "the worker closed its pipe"
+            return "the worker closed its socket"
         if code >= 0:
             return f"the worker exited with code {code}"
         name = signal.Signals(-code).name
@@ -146,60 +166,12 @@ class Process:
         return f"the worker was killed by {name}{hint}"
 
     def _last_words(self, logged: int) -> str:
-        size = os.fstat(self._log).st_size
+        log = self._log.fileno()
+        size = os.fstat(log).st_size
         start = max(logged, size - 2000)
-        lines = os.pread(self._log, size - start, start).decode(errors="replace").split("\n")
+        lines = os.pread(log, size - start, start).decode(errors="replace").split("\n")
         words = [line.strip() for line in lines if line.strip()]
         return f"; its last words: {words[-1][:300]}" if words else ""
-
-
-class CompileNotifications:
-    """What a worker tells unasked: the numbers of the handles whose programs are compiled.
-
-    To be waited for, where asking again and again would take the time of those who compile.
-    """
-
-    def __init__(self, reading: int) -> None:
-        self._reading = reading
-        self._lock = threading.Lock()
-        self._awaited: dict[int, threading.Event] = {}
-        self._ended = False
-        threading.Thread(target=self._listen, name="ejkernel-notifications", daemon=True).start()
-
-    def expect(self, number: int) -> threading.Event:
-        """What is set as soon as this number is told, or none will be told any more."""
-        event = threading.Event()
-        with self._lock:
-            self._awaited[number] = event
-            if self._ended:
-                event.set()
-        return event
-
-    def forget_in_fork(self) -> None:
-        """Nobody listens in a forked child."""
-        os.close(self._reading)
-
-    def _listen(self) -> None:
-        while notification := os.read(self._reading, struct.calcsize(NOTIFICATION)):
-            (number,) = struct.unpack(NOTIFICATION, notification)
-            with self._lock:
-                event = self._awaited.pop(number, None)
-            if event is not None:
-                event.set()
-        os.close(self._reading)
-        with self._lock:
-            self._ended = True
-            for event in self._awaited.values():
-                event.set()
-
-
-def _unnamed_file() -> int:
-    """A file for what a worker prints, without a name: it goes when the processes do."""
-    created, name = tempfile.mkstemp(prefix="ejkernel-worker-")
-    os.close(created)
-    descriptor = os.open(name, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
-    os.unlink(name)
-    return descriptor
 
 
 class Shared:
@@ -220,7 +192,7 @@ class Shared:
         """Have a worker that runs, with these settings. Hold the lock."""
         if self.process is None or not self.process.alive():
             self.stop()
-            self.process = Process()
+            self.process = Process(compilers=MOST_COMPILERS)
             self.generation += 1
             self.compiling.clear()
             self._settings = None
@@ -233,7 +205,7 @@ class Shared:
     def ask(
         self, header: Header, blobs: Sequence[Blob], seconds: float, doing: str
     ) -> tuple[Header, list[bytearray]]:
-        """Ask the worker that `ensure` found."""
+        """Ask the worker that `ensure` provided."""
         assert self.process is not None
         garbage = [self.garbage.pop() for _ in range(len(self.garbage))]
         return self.process.ask({**header, "garbage": garbage}, blobs, seconds, doing)
@@ -247,8 +219,7 @@ class Shared:
     def forget_in_fork(self) -> None:
         """A forked child has no worker: the one it sees is its parent's."""
         if self.process is not None:
-            self.process.abandon()
-            self.process.notifications.forget_in_fork()
+            self.process.close()
         self.__init__()  # type: ignore[misc]  # the lock too: who held it is not here
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeVar
@@ -23,7 +21,7 @@ from ...config.functions import Function
 from ...utils.fingerprint import current_device
 from ..bench import CandidateError, Clock, Lowered
 from ..judge import NonDeterminism, differs
-from .process import SHARED, START_SECONDS, WorkerLost, WorkerUnavailable, worker_pid
+from .process import SHARED, START_SECONDS, Process, WorkerLost, WorkerUnavailable, worker_pid
 from .program_export import Input, exported
 from .worker import Blob, Header, describe, raw
 
@@ -50,21 +48,23 @@ _NUMBERS = itertools.count(1)  # of benches and handles
 class WorkerHandle:
     """A program compiled in the worker.
 
-    The `_in` fields say which worker, by its generation, began to compile it, holds the executable,
-    holds an output and knows how long a sample is.
+    The `_in` fields say which worker, by its generation, holds the executable, holds an output and
+    knows how long a sample is.
     """
 
     number: int
     lowered: Lowered
     executable: bytes | None = None
-    begun_in: int = 0
-    begun_at: float = 0.0
     loaded_in: int = 0
     output_in: int = 0
     warm_in: int = 0
-    compiled: threading.Event = dataclasses.field(default_factory=threading.Event)
     has_run: bool = False
     warm_ups: int = 0
+
+    def take_executable(self, attached: Sequence[Blob], generation: int) -> None:
+        """Remember what a worker compiled, for the next worker, if it could be written."""
+        self.executable = bytes(attached[0]) if attached else None
+        self.loaded_in = generation
 
 
 class WorkerBench:
@@ -95,7 +95,9 @@ class WorkerBench:
         device = _only_device(arrays)
         place = [device.platform, jax.local_devices(backend=device.platform).index(device)]
         config = {name: getattr(jax.config, name) for name in CARRIED_SETTINGS}
-        self._platform = _export_platform(device)
+        self._platform = str(device.platform)
+        if device.platform == jax.default_backend():
+            self._platform = export.default_export_platform()  # tells one kind of GPU from another
         self._settings: Header = {"config": config, "device": place}
         self._inputs = [Input(array) for array in arrays]
         self._inputs_in = 0
@@ -126,9 +128,8 @@ class WorkerBench:
 
     def compile(self, lowered: Lowered) -> WorkerHandle:
         handle = WorkerHandle(next(_NUMBERS), lowered)
-        while not self._steadily(handle, lambda: self._is_compiled(handle)):
-            # Others have their turn. The event may also mean that the worker is no more.
-            handle.compiled.wait(handle.begun_at + self._compile_seconds - time.monotonic())
+        if not self._compile_alongside(handle):
+            self._steadily(handle, lambda: self._compile(handle))
         weakref.finalize(handle, SHARED.garbage.append, ("handle", self._number, handle.number))
         return handle
 
@@ -152,9 +153,8 @@ class WorkerBench:
                 )
 
         def action() -> Header:
-            for side in (handle, reference):
-                if side.output_in != SHARED.generation:
-                    self._run(side)
+            self._have_output(handle)
+            self._have_output(reference)
             return self._ask(handle, "compare", "comparing", reference=reference.number)
 
         answer = self._steadily(handle, action)
@@ -180,8 +180,7 @@ class WorkerBench:
 
     def repeats(self, handle: WorkerHandle) -> NonDeterminism | None:
         def action() -> Header:
-            if handle.output_in != SHARED.generation:
-                self._run(handle)
+            self._have_output(handle)
             return self._ask(handle, "repeats", "running")
 
         answer = self._steadily(handle, action)["difference"]
@@ -197,46 +196,36 @@ class WorkerBench:
         program = handle.lowered.program
         seconds, blobs = self._compile_seconds, [program.module]
         answer = self._ask(handle, "compile", "compiling", seconds, blobs, **program.header)
-        handle.executable = bytes(answer["attached"][0]) if answer["attached"] else None
-        handle.loaded_in = SHARED.generation
+        handle.take_executable(answer["attached"], SHARED.generation)
 
-    def _is_compiled(self, handle: WorkerHandle) -> bool:
-        """Begin compiling, or see whether that is done: several compile at the same time.
+    def _compile_alongside(self, handle: WorkerHandle) -> bool:
+        """Compile while the worker answers other requests; False if it is to be done alone.
 
-        One that compiled when an earlier worker ended is done alone: it may have been the reason.
+        That is so if the worker ended meanwhile: this program may have been the reason.
         """
-        if SHARED.one_at_a_time or handle.begun_in not in (0, SHARED.generation):
-            self._compile(handle)
-            return True
-        program = handle.lowered.program
-        if handle.begun_in != SHARED.generation:
-            handle.begun_in, handle.begun_at = SHARED.generation, time.monotonic()
+
+        def begin() -> tuple[Process, int] | None:
+            if SHARED.one_at_a_time or SHARED.process is None:
+                return None
             SHARED.compiling.add(handle.number)
-            assert SHARED.process is not None
-            handle.compiled = SHARED.process.notifications.expect(handle.number)
-            self._ask(handle, "begin", "compiling", None, [program.module], **program.header)
+            return SHARED.process, SHARED.generation
+
+        begun = self._steadily(handle, begin)
+        if begun is None:
             return False
+        (process, generation), program = begun, handle.lowered.program
+        header = self._header(handle, "compile", **program.header, garbage=[])
         try:
-            answer = self._ask(handle, "compiled", "compiling")
-        except CandidateError:
-            SHARED.compiling.discard(handle.number)
-            raise
-        if not answer["done"]:
-            self._end_if_it_compiles_too_long(handle)
+            answer, attached = process.compile(header, [program.module], self._compile_seconds)
+        except WorkerLost as lost:  # it stays in `compiling` until there is a new worker
+            if lost.too_long:
+                raise self._died(handle, str(lost)) from None
             return False
         SHARED.compiling.discard(handle.number)
-        handle.executable = bytes(answer["attached"][0]) if answer["attached"] else None
-        handle.loaded_in = SHARED.generation
+        if "error" in answer:
+            raise CandidateError(answer["error"])
+        handle.take_executable(attached, generation)
         return True
-
-    def _end_if_it_compiles_too_long(self, handle: WorkerHandle) -> None:
-        """With the worker: compiling cannot be ended otherwise. Others begin again in a new one."""
-        if time.monotonic() - handle.begun_at <= self._compile_seconds:
-            return
-        SHARED.stop()
-        how = f"still compiling after {self._compile_seconds:g} s; the worker was killed"
-        self._dead[handle.lowered.fingerprint] = how
-        raise CandidateDied(how)
 
     def _load(self, handle: WorkerHandle) -> None:
         """Have the executable in the worker, from an earlier worker's if possible."""
@@ -259,6 +248,10 @@ class WorkerBench:
         self._load(handle)
         self._ask(handle, "run", "running")
         handle.has_run, handle.output_in = True, SHARED.generation
+
+    def _have_output(self, handle: WorkerHandle) -> None:
+        if handle.output_in != SHARED.generation:
+            self._run(handle)
 
     def _warm_up(self, handle: WorkerHandle) -> None:
         self._load(handle)
@@ -300,10 +293,17 @@ class WorkerBench:
             raise WorkerUnavailable(f"the worker cannot take the inputs: {answer['error']}")
         self._inputs_in = SHARED.generation
 
+    def _died(self, handle: WorkerHandle, how: str) -> CandidateDied:
+        self._dead[handle.lowered.fingerprint] = how
+        return CandidateDied(how)
+
     def _refuse_dead(self, handle: WorkerHandle) -> None:
         reason = self._dead.get(handle.lowered.fingerprint)
         if reason is not None:
             raise CandidateDied(reason)
+
+    def _header(self, handle: WorkerHandle, do: str, **more: Any) -> Header:
+        return {"do": do, "bench": self._number, "handle": handle.number, **more}
 
     def _ask(
         self,
@@ -316,7 +316,7 @@ class WorkerBench:
     ) -> Header:
         """Ask the worker to do something for which this handle is to blame."""
         self._refuse_dead(handle)
-        header = {"do": do, "bench": self._number, "handle": handle.number, **more}
+        header = self._header(handle, do, **more)
         limit = self._run_seconds if seconds is None else seconds
         try:
             answer, attached = SHARED.ask(header, blobs, limit, doing)
@@ -328,9 +328,8 @@ class WorkerBench:
                 # follows the other: whoever it was, the next time it will be alone.
                 SHARED.one_at_a_time = True
                 raise
-            self._dead[handle.lowered.fingerprint] = str(lost)
             SHARED.one_at_a_time = False  # the culprit is found
-            raise CandidateDied(str(lost)) from None
+            raise self._died(handle, str(lost)) from None
         if "error" in answer:
             raise CandidateError(answer["error"])
         return {**answer, "attached": attached}
@@ -345,9 +344,3 @@ def _only_device(arrays: list[Any]) -> Any:
     if len(devices) > 1:
         raise ValueError(f"a worker measures on one device; the inputs are on {len(devices)}")
     return devices.pop() if devices else current_device()
-
-
-def _export_platform(device: Any) -> str:
-    if device.platform == jax.default_backend():
-        return str(export.default_export_platform())  # tells one kind of GPU from the other
-    return str(device.platform)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from typing import Literal
-
-EffortName = Literal["quick", "standard", "full"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,22 +64,19 @@ def effort_of(name: str | Effort) -> Effort:
     return EFFORTS[name]
 
 
+@dataclasses.dataclass
 class Budget:
     """What is left to spend: seconds and evaluations, either of them unlimited by default."""
 
-    def __init__(
-        self,
-        seconds: float | None = None,
-        evaluations: int | None = None,
-        timer: Callable[[], float] = time.monotonic,
-    ) -> None:
-        for name, value in (("seconds", seconds), ("evaluations", evaluations)):
+    seconds: float | None = None
+    evaluations: int | None = None
+    timer: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        for name, value in (("seconds", self.seconds), ("evaluations", self.evaluations)):
             if value is not None and not value > 0:
                 raise ValueError(f"budget: {name}={value!r} must be positive (None: no limit)")
-        self.seconds = seconds
-        self.evaluations = evaluations
-        self._timer = timer
-        self._start = timer()
+        self._start = self.timer()
         self._spent = 0
 
     def spend(self, evaluations: int = 1) -> None:
@@ -94,6 +88,6 @@ class Budget:
         """What ran out, in words, or None."""
         if self.evaluations is not None and self._spent >= self.evaluations:
             return f"the budget of {self.evaluations} evaluations is spent"
-        if self.seconds is not None and self._timer() - self._start >= self.seconds:
+        if self.seconds is not None and self.timer() - self._start >= self.seconds:
             return f"the budget of {self.seconds:g} seconds is spent"
         return None

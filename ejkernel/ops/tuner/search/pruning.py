@@ -16,7 +16,6 @@ from ....markup import one_line
 from ...config.freshness import EntryState, judge
 from ...config.outcome import Trial, TuningFailed, Verdict
 from ...config.tiers.bundle import shipped
-from ...core.types import ConfigKey
 from ...utils.serialize import to_plain
 from ...utils.stable import stable_json
 
@@ -108,58 +107,30 @@ def _plan(said: Pruned, candidates: list[Any], baseline: Any) -> Plan:
 def _said_by_bundles(
     kernel: Kernel[Any, Any], inv: Invocation[Any, Any], candidates: Sequence[Any]
 ) -> Pruned | None:
-    ranked = _ranked_in_bundles(inv.key, kernel)
-    if ranked is None:
-        return None
-    by_plain = {stable_json(to_plain(cfg)): cfg for cfg in candidates}
-    best = [by_plain[key] for plain in ranked.best if (key := stable_json(plain)) in by_plain]
-    refused = [
-        (by_plain[key], reason)
-        for plain, reason in ranked.refused
-        if (key := stable_json(plain)) in by_plain
-    ]
-    return Pruned(best, refused, f"estimated for {ranked.target}, from {ranked.where}")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Ranked:
-    """What a bundle says about the candidates of a call, as plain data.
-
-    Attributes:
-      best: the best estimated configs, the best first.
-      refused: configs that do not compile, with the compiler's reason.
-      target: what they were compiled for.
-      where: the file.
-    """
-
-    best: tuple[Any, ...]
-    refused: tuple[tuple[Any, str], ...]
-    target: str
-    where: str
-
-
-def _ranked_in_bundles(key: ConfigKey, kernel: Kernel[Any, Any]) -> _Ranked | None:
-    """The ranked candidates of a call, unless the kernel changed since or there are none."""
-    for entry, source in shipped().all_of(key):
+    """The first usable ranking in a bundle; not one of a kernel that has changed since."""
+    for entry, source in shipped().all_of(inv.key):
         about = entry["about"]
-        if not about.get("estimated") or judge(about, kernel, key).state is EntryState.STALE:
+        if not about.get("estimated") or judge(about, kernel, inv.key).state is EntryState.STALE:
             continue
-        ranked = _read_ranked(about, str(source.path))
-        if ranked is not None:
-            return ranked
+        said = _read_ranking(about, str(source.path), candidates)
+        if said is not None:
+            return said
     return None
 
 
-def _read_ranked(about: Mapping[str, Any], where: str) -> _Ranked | None:
-    best, refused = about.get("ranked"), about.get("refused", [])
-    if not isinstance(best, list) or not best or not isinstance(refused, list):
+def _read_ranking(about: Mapping[str, Any], where: str, candidates: Sequence[Any]) -> Pruned | None:
+    """What a bundle says of these candidates: the best estimated ones, and what did not compile."""
+    ranked, refused = about.get("ranked"), about.get("refused", [])
+    if not isinstance(ranked, list) or not ranked or not isinstance(refused, list):
         return None
+    known = {stable_json(to_plain(cfg)): cfg for cfg in candidates}
     try:
-        return _Ranked(
-            tuple(item["config"] for item in best),
-            tuple((item["config"], one_line(item["reason"])) for item in refused),
-            one_line(about.get("target", "?")),
-            where,
-        )
+        best = [stable_json(item["config"]) for item in ranked]
+        reasons = [(stable_json(item["config"]), one_line(item["reason"])) for item in refused]
     except (KeyError, TypeError):
         return None  # written by hand, or by another version: as if it were not there
+    return Pruned(
+        [known[key] for key in best if key in known],
+        [(known[key], reason) for key, reason in reasons if key in known],
+        f"estimated for {one_line(about.get('target', '?'))}, from {where}",
+    )

@@ -98,7 +98,6 @@ class Strategy(Protocol):
     @property
     def name(self) -> str:
         """What it is called."""
-        ...
 
     def propose(self, candidates: Candidates, history: History, count: int) -> list[int]:
         """Up to `count` candidates that are not in the history, the most promising first.
@@ -108,7 +107,6 @@ class Strategy(Protocol):
           history: seconds by candidate; None for one that failed or was wrong.
           count: how many are wanted; fewer come back when there are no more.
         """
-        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,16 +57,17 @@ def optimistic(
       wanted: the rows to guess.
       seed: of what is random in a model.
     """
+    rows, asked = list(known), list(wanted)
     if len(known) <= MOST_FOR_A_PROCESS:
-        mean, deviation = _by_process(features, known, values, wanted)
+        table = standardised(features)
+        mean, deviation = _by_process(table[rows], values, table[asked])
         return mean - _OPTIMISM["process"] * deviation
-    mean, deviation = _by_forest(features, known, values, wanted, seed)
+    table = _with_pairs(features)
+    mean, deviation = _by_forest(table[rows], values, table[asked], seed)
     return mean - _OPTIMISM["forest"] * deviation
 
 
-def _by_process(
-    features: Floats, known: Sequence[int], values: Floats, wanted: Sequence[int]
-) -> tuple[Floats, Floats]:
+def _by_process(known: Floats, values: Floats, wanted: Floats) -> tuple[Floats, Floats]:
     """A Gaussian process: what is near in the space is near in time, by a length per dimension."""
     from sklearn.exceptions import ConvergenceWarning  # type: ignore[import-untyped]
     from sklearn.gaussian_process import GaussianProcessRegressor
@@ -77,31 +78,26 @@ def _by_process(
     )
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
-    table = standardised(features)
-    smooth = Matern(np.ones(table.shape[1]), (0.2, 10.0), nu=2.5)
+    smooth = Matern(np.ones(known.shape[1]), (0.2, 10.0), nu=2.5)
     kernel = ConstantKernel(1.0, (0.05, 20.0)) * smooth + WhiteKernel(0.01, (1e-4, 0.1))
     model = GaussianProcessRegressor(kernel, normalize_y=True)
     # One thread: matrices are small, and threads that spin on would disturb what is timed next.
     with warnings.catch_warnings(), threadpool_limits(1, user_api="blas"):
         # A length at the end of its range says that a dimension hardly matters: welcome, not wrong.
         warnings.simplefilter("ignore", ConvergenceWarning)
-        model.fit(table[list(known)], values)
-        mean, deviation = model.predict(table[list(wanted)], return_std=True)
+        model.fit(known, values)
+        mean, deviation = model.predict(wanted, return_std=True)
     return mean, deviation
 
 
 def _by_forest(
-    features: Floats,
-    known: Sequence[int],
-    values: Floats,
-    wanted: Sequence[int],
-    seed: tuple[int, ...],
+    known: Any, values: Floats, wanted: Any, seed: tuple[int, ...]
 ) -> tuple[Floats, Floats]:
     """A forest of random trees; how unsure it is, is how much they disagree."""
     import sklearn
     from sklearn.tree import ExtraTreeRegressor
 
-    table = _with_pairs(features).astype(np.float32)
+    known, wanted = known.astype(np.float32), wanted.astype(np.float32)
     generator = np.random.RandomState(int(np.random.default_rng(seed).integers(2**31)))
     # Single trees: the forest class spends three quarters of its time on making them. What they
     # are given is right by construction, so they need not check it.
@@ -110,8 +106,8 @@ def _by_forest(
     ]
     with sklearn.config_context(skip_parameter_validation=True):
         for tree in trees:
-            tree.fit(table[list(known)], values, check_input=False)
-    each = np.array([tree.predict(table[list(wanted)], check_input=False) for tree in trees])
+            tree.fit(known, values, check_input=False)
+    each = np.array([tree.predict(wanted, check_input=False) for tree in trees])
     return each.mean(axis=0), each.std(axis=0)
 
 
