@@ -11,7 +11,7 @@ from . import options
 from .exits import Exit, Failure, in_one_line
 from .loading import import_modules, load
 from .output import State, table
-from .programs import invocations_of, operations_of
+from .programs import invocations_of, operations_of, skipped_of
 
 if TYPE_CHECKING:
     from ..targets import CheckResult, Target
@@ -96,7 +96,7 @@ def check(
         results.append(result)
         shown.append(str(result))
         data.append({**call, "configs": [entry.to_plain() for entry in result.entries]})
-    shown += [f"{skip.label}: not checked: {skip.reason}" for _, skip in found if skip]
+    shown += [f"{skip.label}: not checked: {skip.reason}" for skip in skipped_of(found)]
     feasible = [result for result in results if result.feasible]
     if file is not None and results:
         bundle = export(feasible, file, best=best)

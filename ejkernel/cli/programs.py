@@ -107,6 +107,13 @@ def invocations_of(labelled: Iterable[Labelled]) -> list[Invocation[Any, Any]]:
     return [call for call in labelled if isinstance(call, Invocation)]
 
 
+def skipped_of(labelled: Iterable[Labelled]) -> list[Skipped]:
+    """Those that have none, with the reason."""
+    from ..ops.execution.results import Skipped
+
+    return [call for call in labelled if isinstance(call, Skipped)]
+
+
 def stored_result(
     selector: ConfigSelectorChain, invocations: Iterable[Invocation[Any, Any]]
 ) -> AutotuningResult:

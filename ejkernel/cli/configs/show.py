@@ -13,7 +13,7 @@ from .. import options
 from ..exits import Exit
 from ..loading import import_modules, load
 from ..output import State, fields_of, table
-from ..programs import invocations_of, operations_of
+from ..programs import invocations_of, operations_of, skipped_of
 from ..stores import Entry, find_entry, open_place
 
 _LABEL = re.compile(r"([\w.-]+#)?[\w./-]+@v[\w.]+:[0-9a-f]+")
@@ -105,7 +105,7 @@ def _explain_function(
         }
         for decision in decisions
     ]
-    skipped = fields_of((skip for _, skip in found if skip), "label", "reason")
+    skipped = fields_of(skipped_of(found), "label", "reason")
     shown = [decision.explain() for decision in decisions]
     shown += [f"{skip['label']}\n  not known: {one_line(skip['reason'])}" for skip in skipped]
     state.result({"decisions": data, "skipped": skipped}, "\n\n".join(shown))
