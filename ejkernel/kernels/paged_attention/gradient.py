@@ -11,22 +11,32 @@ from typing import Any
 
 import jax
 
+from ejkernel.ops import Implementation
+
 from ..promotion import usual_promotion
+from .arguments import Arguments
 from .reference import paged_attention_reference
 
 
-def passes_of(forward: Callable[..., jax.Array]) -> dict[str, Any]:
-    """`forward`, `forward_with_residuals` and `backward` of an `Implementation`."""
+def implementation(
+    attend: Callable[[Arguments, Any], jax.Array], **declared: Any
+) -> Implementation[Any, jax.Array]:
+    """One implementation: `attend(call, cfg)` gives the output."""
+
+    @usual_promotion
+    def forward(*args: jax.Array, cfg: Any, **options: Any) -> jax.Array:
+        return attend(Arguments.of(*args, **options), cfg)
 
     def forward_with_residuals(*args: Any, cfg: Any, **options: Any) -> tuple[jax.Array, None]:
         return forward(*args, cfg=cfg, **options), None
 
-    return {
-        "forward": forward,
-        "forward_with_residuals": forward_with_residuals,
-        "backward": _backward,
-        "reads_out": False,
-    }
+    return Implementation(
+        forward=forward,
+        forward_with_residuals=forward_with_residuals,
+        backward=_backward,
+        reads_out=False,
+        **declared,
+    )
 
 
 @usual_promotion

@@ -13,18 +13,16 @@ and needs no strided reads.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.ops import Implementation, Invocation, Limit, Limits, Supports
+from ejkernel.ops import Invocation, Limit, Supports
 
-from ..promotion import usual_promotion
-from .arguments import Arguments
-from .gradient import passes_of
-from .hidden import hidden_score, lowest_maximum
+from .arguments import Arguments, hidden_score, lowest_maximum
+from .gradient import implementation
 
 _LANES = 128
 _MOST_ROWS = 1024
@@ -36,18 +34,30 @@ _LOWEST_MAXIMUM = lowest_maximum()
 class PagedAttentionTpuConfig:
     """How many pages a step of the grid works on, each an operand of its own."""
 
-    pages_per_step: int = 16
+    pages_per_step: Annotated[int, Limit(least=1, most=64)] = 16
+
+    @classmethod
+    def heuristic(cls, inv: Invocation[Any, Any]) -> PagedAttentionTpuConfig:
+        """Not measured: a step's fixed cost is about that of fetching 256 keys."""
+        return cls(_pages_for(256, inv))
+
+    @classmethod
+    def space(cls, inv: Invocation[Any, Any]) -> list[PagedAttentionTpuConfig]:
+        steps = {_pages_for(keys, inv) for keys in (16, 64, 128, 256, 512)}
+        return [cls(step) for step in sorted(steps)]
 
 
-@usual_promotion
-def forward(
-    *args: jax.Array, cfg: PagedAttentionTpuConfig, interpret: bool = False, **options: Any
-) -> jax.Array:
+def _pages_for(keys: int, inv: Invocation[Any, Any]) -> int:
+    """Pages that hold about so many keys."""
+    page_size, per_sequence = inv.args[1].shape[1], inv.args[3].shape[1]
+    return int(max(1, min(keys // page_size, per_sequence, 16)))
+
+
+def attend(call: Arguments, cfg: PagedAttentionTpuConfig) -> jax.Array:
     """What `paged_attention_reference` gives."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    call = Arguments.of(*args, **options)
     batch, tokens, heads, head_dim = call.q.shape
     pages, page_size, kv_heads, _ = call.k_pages.shape
     value_dim = call.v_pages.shape[3]
@@ -162,7 +172,6 @@ def forward(
         ),
         out_shape=jax.ShapeDtypeStruct((batch, rows, value_dim), call.q.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        interpret=interpret,
         name="paged_attention",
     )(call.page_table, call.lengths, *operands)
     return out.reshape(batch, tokens, heads, value_dim)
@@ -181,29 +190,10 @@ def _rows_fit(inv: Invocation[Any, Any]) -> str | None:
     return f"q has {tokens} tokens of {heads} heads, and at most {_MOST_ROWS} rows are supported"
 
 
-def _pages_for(keys: int, inv: Invocation[Any, Any]) -> int:
-    """Pages that hold about so many keys."""
-    page_size, per_sequence = inv.args[1].shape[1], inv.args[3].shape[1]
-    return int(max(1, min(keys // page_size, per_sequence, 16)))
-
-
-def _heuristic(inv: Invocation[Any, Any]) -> PagedAttentionTpuConfig:
-    """Not measured: a step's fixed cost is about that of fetching 256 keys."""
-    return PagedAttentionTpuConfig(_pages_for(256, inv))
-
-
-def _space(inv: Invocation[Any, Any]) -> list[PagedAttentionTpuConfig]:
-    steps = {_pages_for(keys, inv) for keys in (16, 64, 128, 256, 512)}
-    return [PagedAttentionTpuConfig(step) for step in sorted(steps)]
-
-
-PALLAS_TPU: Implementation[PagedAttentionTpuConfig, jax.Array] = Implementation(
+PALLAS_TPU = implementation(
+    attend,
     name="pallas",
     devices=("tpu",),
     config=PagedAttentionTpuConfig,
-    heuristic=_heuristic,
-    space=_space,
     supports=Supports(dtypes=("float32", "bfloat16"), rules=(_rows_fit,)),
-    limits=Limits({"pages_per_step": Limit(least=1, most=64)}),
-    **passes_of(forward),
 )
