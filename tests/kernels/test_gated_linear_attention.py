@@ -1,4 +1,4 @@
-"""Every implementation of gated linear attention beside the recurrence, by value and gradient."""
+"""Every implementation of gated linear attention versus the recurrence, by value and gradient."""
 
 from __future__ import annotations
 

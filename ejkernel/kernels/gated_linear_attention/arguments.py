@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,14 +71,8 @@ class Arguments:
         return state.reshape(self.q.shape[0], self.q.shape[2], *state.shape[1:])
 
 
-class Gradients(NamedTuple):
-    """Gradients of what goes into a recurrence; `g` is None if it was."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    g: jax.Array | None
-    state: jax.Array
+Gradients = tuple[Any, ...]
+"""Those of q, k, v, g and the state that goes into a recurrence; None for g if it was."""
 
 
 def with_features(x: jax.Array) -> jax.Array:

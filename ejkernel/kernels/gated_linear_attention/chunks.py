@@ -50,6 +50,7 @@ from jax.typing import DTypeLike
 
 from ejkernel.ops import Implementation
 
+from ..dot import dot
 from .arguments import Arguments, Gradients, implementation, like_given, with_features
 from .segments import NotFinite
 
@@ -94,14 +95,7 @@ class Chunk:
         return _decayed(state, whole) + self._dot(v.T, _decayed(k, to_end)), out
 
     def backward(
-        self,
-        state: Array,
-        dstate: Array,
-        dout: Array,
-        q: Array,
-        k: Array,
-        v: Array,
-        g: Array | None = None,
+        self, state: Array, dstate: Array, dout: Array, q: Array, k: Array, v: Array, g: Any = None
     ) -> Gradients:
         """Gradients, from the state before the chunk and the gradient of the one after it."""
         since_begin, to_end, whole = self._decays(g, q)
@@ -123,7 +117,7 @@ class Chunk:
                 by_channel = jnp.sum(by_channel, axis=1, keepdims=True)
             dg = by_channel if dg is None else dg + by_channel
         dq, dk = dq + _decayed(d_early, since_begin), dk + _decayed(d_late, to_end)
-        return Gradients(dq, dk, dv, dg, dstate_before)
+        return dq, dk, dv, dg, dstate_before
 
     def _decays(self, g: Array | None, like: Array) -> tuple[Array | None, ...]:
         """From the chunk's beginning to each token, from behind it to the end, and of all."""
@@ -135,8 +129,6 @@ class Chunk:
         sums = self._sum(self._triangle(), g), self._sum(self._behind(), g)
         return *map(jnp.exp, sums), jnp.exp(jnp.sum(g, axis=0, keepdims=True))
 
-    # --- inside a chunk ---------------------------------------------------------------------------
-
     def _inside(self, q: Array, k: Array, g: Array | None) -> Array:
         """The weights of the chunk's tokens for each other, zero above the diagonal."""
         t, j = self._token(0), self._token(1)
@@ -145,7 +137,7 @@ class Chunk:
             return jnp.where(j <= t, _decayed(scores, self._between(g)), 0.0)
 
         def add_level(level: Level, weights: Array) -> Array:
-            decay = self._from_middle(g, level)
+            decay = jnp.exp(self._sum(self._middle(level), g))
             return jnp.where(self._pairs(level), self._dot_t(q * decay, k * decay), weights)
 
         return self._for_levels(add_level, jnp.where(j == t, scores, 0.0))
@@ -167,7 +159,7 @@ class Chunk:
 
         def add_level(level: Level, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             dq, dk, dg = sums
-            decay = self._from_middle(g, level)
+            decay = jnp.exp(self._sum(self._middle(level), g))
             dscores = jnp.where(self._pairs(level), dweights, 0.0)
             dq_level = _decayed(self._dot(dscores, k * decay), decay)
             dk_level = _decayed(self._dot(dscores.T, q * decay), decay)
@@ -187,11 +179,6 @@ class Chunk:
         later = self._token(1) < self._token(0)
         return jnp.exp(self._sum(self._triangle(), jnp.where(later, g + self._zeros(), 0.0)))
 
-    def _from_middle(self, g: Array, level: Level) -> Array:
-        return jnp.exp(self._sum(self._middle(level), g))
-
-    # --- matrices of zeros and ones ---------------------------------------------------------------
-
     def _for_levels(self, add: Callable[[Level, Sums], Sums], sums: Sums) -> Sums:
         """`add` for every level, which is the logarithm of the size of a half."""
         count = self.size.bit_length() - 1
@@ -203,7 +190,7 @@ class Chunk:
         return sums
 
     def _pairs(self, level: Level) -> Array:
-        """Is t in a right half, and j in the left half beside it?"""
+        """Is t in a right half, and j in the left half of the same pair?"""
         t, j = self._token(0) >> level, self._token(1) >> level
         return (t == j + 1) & (t & 1 == 1)
 
@@ -212,8 +199,8 @@ class Chunk:
         t, u = self._token(0), self._token(1)
         # In a right half those up to t, in a left half those behind it.
         right = (t >> level) & 1
-        beside = jnp.where(right == 1, t - u, u - t - 1) >= 0
-        return self._ones_where((t >> level == u >> level) & beside)
+        between = jnp.where(right == 1, t - u, u - t - 1) >= 0
+        return self._ones_where((t >> level == u >> level) & between)
 
     def _triangle(self) -> Array:
         return self._ones_where(self._token(1) <= self._token(0))
@@ -230,16 +217,9 @@ class Chunk:
     def _ones_where(self, condition: Array) -> Array:
         return jnp.where(condition, 1.0, self._zeros())
 
-    # --- products ---------------------------------------------------------------------------------
-
     def _dot(self, a: Array, b: Array, axis: int = 0, precision: Precision | None = None) -> Array:
-        return lax.dot_general(
-            a,
-            b,
-            (((1,), (axis,)), ((), ())),
-            precision=self.precision if precision is None else precision,
-            preferred_element_type=self.dtype,
-        )
+        precision = self.precision if precision is None else precision
+        return dot(a, b, (1, axis), dtype=self.dtype, precision=precision)
 
     def _dot_t(self, a: Array, b: Array) -> Array:
         return self._dot(a, b, axis=1)
@@ -292,12 +272,7 @@ def forward(call: Arguments, chunk: Chunk, walk: Walk) -> tuple[Array, Array, Ar
 
 
 def backward(
-    call: Arguments,
-    chunk: Chunk,
-    walk: Walk,
-    states: Array,
-    dout: Array,
-    dstate: Array | None,
+    call: Arguments, chunk: Chunk, walk: Walk, states: Array, dout: Array, dstate: Array | None
 ) -> Gradients:
     """The gradients, from the states of `forward` and the gradients of its results."""
 
@@ -315,10 +290,9 @@ def backward(
     outputs = {f"d{n}": jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in tokens.items()}
     dlast = call.state_rows(dstate).swapaxes(1, 2)
     *made, dfirst = walk(step, dlast, inputs, outputs, reverse=True)
-    by_token = (*made, None)[:4]  # None for the decay, if there is none
-    by_token = jax.tree.map(_from_chunks, by_token, call.tokens)
-    dfirst = call.state_by_batch(dfirst.swapaxes(1, 2))
-    gradients = Gradients._make([*by_token, dfirst])
+    # None for the decay, if there is none.
+    by_token = jax.tree.map(_from_chunks, (*made, None)[:4], call.tokens)
+    gradients = (*by_token, call.state_by_batch(dfirst.swapaxes(1, 2)))
     return found.shown_gradients(gradients) if found else gradients
 
 

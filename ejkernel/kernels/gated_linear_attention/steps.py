@@ -6,7 +6,7 @@ fraction of the processor's speed. Three things make it better than the plain lo
 
 * Batch and heads are one axis, of rows, and only as many rows are worked on at a time as keep their
   states in the cache.
-* The backward pass keeps no state per step. The gradient of ``q`` follows from the states, made
+* The backward pass stores no state per step. The gradient of ``q`` follows from the states, made
   again in a forward loop; those of ``k`` and ``v`` from the gradients of the states, in a loop from
   the end:
 
@@ -22,7 +22,7 @@ fraction of the processor's speed. Three things make it better than the plain lo
     \mathrm{dg}_t = \sum_{s = t}^{e} (q_s \odot \mathrm{dq}_s - k_s \odot \mathrm{dk}_s)
         + \sum_v (S_e \odot e^{g_{e+1}} D_{e+1})_v ,
 
-  so a state is kept every ``SEGMENT`` steps, and rounding does not pile up over longer stretches.
+  so a state is stored every ``SEGMENT`` steps, and rounding does not pile up over longer stretches.
 
 Arrays are ``(length, rows, features)`` here, all of one dtype; the scale is already in ``q``.
 """
@@ -37,7 +37,7 @@ from jax import Array, lax
 
 from .arguments import Gradients
 
-# Steps between two states that the backward pass keeps.
+# Steps between two states that the backward pass stores.
 SEGMENT = 256
 
 
@@ -120,8 +120,7 @@ def backward(
     dstate, (dk, dv, dg) = lax.scan(
         segment, dstate.swapaxes(1, 2), (tokens, last_states), reverse=True
     )
-    joined = jax.tree.map(join, (dq, dk, dv, dg))
-    return Gradients._make([*joined, dstate.swapaxes(1, 2)])
+    return *jax.tree.map(join, (dq, dk, dv, dg)), dstate.swapaxes(1, 2)
 
 
 def _decayed(state: Array, g: Array | None, axis: int, segments: bool) -> Array:

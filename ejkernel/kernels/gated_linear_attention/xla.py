@@ -123,8 +123,7 @@ def run_backward(
     backward = partial(steps.backward, segments=call.segments)
     rows = (state, call.state_rows(dstate))
     *found, state = _in_groups(backward, arrays, rows, cfg.backward_block_m)
-    gradients = jax.tree.map(_from_steps, tuple(found), call.tokens)
-    return Gradients._make([*gradients, call.state_by_batch(state)])
+    return *jax.tree.map(_from_steps, tuple(found), call.tokens), call.state_by_batch(state)
 
 
 def _in_steps(tokens: Any, state: jax.Array) -> Any:
@@ -154,8 +153,7 @@ def _in_groups(
     Rows are axis 1 of tokens and axis 0 of states; the function's last result is a state, too.
     """
     total = states[0].shape[0]
-    most = min(rows, total)
-    size = max(divisor for divisor in range(1, most + 1) if total % divisor == 0)
+    size = max(n for n in range(1, min(rows, total) + 1) if total % n == 0)
     if size == total:
         return tuple(function(*tokens, *states))
 

@@ -116,21 +116,22 @@ def lowest_maximum(dtype: Any = np.float32) -> float:
     return hidden_score(dtype) / 2
 
 
-def checked(*arrays: Any, **options: Any) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
+def checked(
+    q: Any, k_pages: Any, v_pages: Any, page_table: Any, lengths: Any, *options: Any
+) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
     """The arguments and keywords of the kernel from those of a user; errors name what is wrong."""
-    q, k_pages, v_pages = (
-        checked_floating(_NAME, name, x)
-        for name, x in zip(("q", "k_pages", "v_pages"), arrays[:3], strict=True)
-    )
-    page_table = checked_integers(_NAME, "page_table", arrays[3])
-    lengths = checked_integers(_NAME, "lengths", arrays[4])
+    q = checked_floating(_NAME, "q", q)
+    k_pages = checked_floating(_NAME, "k_pages", k_pages)
+    v_pages = checked_floating(_NAME, "v_pages", v_pages)
+    page_table = checked_integers(_NAME, "page_table", page_table)
+    lengths = checked_integers(_NAME, "lengths", lengths)
     _check_arrays(q, k_pages, v_pages)
     _check_table(q, k_pages, page_table, lengths)
     longest = page_table.shape[1] * k_pages.shape[1]
     page_table = to_int32(page_table, 0, k_pages.shape[0] - 1)
     lengths = to_int32(lengths, 0, longest)
     arrays = (q, k_pages, v_pages, page_table, lengths)
-    return arrays, _checked_options(q, longest, **options)
+    return arrays, _checked_options(q, longest, *options)
 
 
 def _check_arrays(q: Any, k_pages: Any, v_pages: Any) -> None:
@@ -190,7 +191,7 @@ def _check_table(q: Any, k_pages: Any, page_table: Any, lengths: Any) -> None:
 
 
 def _checked_options(
-    q: Any, longest: int, *, softmax_scale: Any, window: Any, logits_soft_cap: Any, sinks: Any
+    q: Any, longest: int, softmax_scale: Any, window: Any, logits_soft_cap: Any, sinks: Any
 ) -> dict[str, Any]:
     """The options that are given, as the kernel takes them."""
     scale = q.shape[-1] ** -0.5

@@ -21,6 +21,7 @@ from jax import lax
 
 from ejkernel.ops import Invocation, Limit, Supports
 
+from ..dot import dot
 from .arguments import Arguments, hidden_score, lowest_maximum
 from .gradient import implementation
 
@@ -68,12 +69,6 @@ def attend(call: Arguments, cfg: PagedAttentionTpuConfig) -> jax.Array:
         most_pages = min(most_pages, (call.window + tokens + page_size - 2) // page_size + 1)
     steps = -(-most_pages // per_step)
 
-    def page_at(b: Any, step: Any, offset: int, table: Any, lengths: Any) -> tuple[Any, ...]:
-        last = lax.div(jnp.maximum(lengths[b] - 1, 0), jnp.int32(page_size))
-        first = call.first_block(lengths[b], page_size)
-        page = jnp.minimum(first + step * per_step + offset, last)
-        return table[b, page], 0, 0
-
     def kernel(table: Any, lengths_ref: Any, q_ref: Any, *refs: Any) -> None:
         del table
         k_refs, v_refs = refs[:per_step], refs[per_step : 2 * per_step]
@@ -90,7 +85,7 @@ def attend(call: Arguments, cfg: PagedAttentionTpuConfig) -> jax.Array:
             weighted_ref[...] = jnp.zeros_like(weighted_ref)
 
         def scores_of(k: Any, begin: Any) -> Any:
-            scores = call.capped(_dot(q_ref[0], k, transposed=True) * call.softmax_scale)
+            scores = call.capped(dot(q_ref[0], k, (1, 1)) * call.softmax_scale)
             row = lax.broadcasted_iota(jnp.int32, scores.shape, 0)
             column = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
             key = begin + lax.div(column, jnp.int32(kv_heads))
@@ -120,7 +115,7 @@ def attend(call: Arguments, cfg: PagedAttentionTpuConfig) -> jax.Array:
                 weights = jnp.exp(part - largest)
                 total += jnp.sum(weights, axis=1, keepdims=True)
                 values = only_own(v_ref[0], first_key + i * page_size)
-                weighted += _dot(weights.astype(v_ref.dtype), values, transposed=False)
+                weighted += dot(weights.astype(v_ref.dtype), values, (1, 0))
             largest_ref[...] = jnp.broadcast_to(largest, largest_ref.shape)
             total_ref[...] = jnp.broadcast_to(total, total_ref.shape)
             weighted_ref[...] = weighted
@@ -138,10 +133,13 @@ def attend(call: Arguments, cfg: PagedAttentionTpuConfig) -> jax.Array:
             out_ref[0] = (weighted * share).astype(out_ref.dtype)
 
     def page_spec(offset: int, features: int) -> Any:
-        return pl.BlockSpec(
-            (1, columns, features),
-            lambda b, step, table, lengths: page_at(b, step, offset, table, lengths),
-        )
+        def page_at(b: Any, step: Any, table: Any, lengths: Any) -> tuple[Any, ...]:
+            last = lax.div(jnp.maximum(lengths[b] - 1, 0), jnp.int32(page_size))
+            first = call.first_block(lengths[b], page_size)
+            page = jnp.minimum(first + step * per_step + offset, last)
+            return table[b, page], 0, 0
+
+        return pl.BlockSpec((1, columns, features), page_at)
 
     def row_spec(features: int) -> Any:
         return pl.BlockSpec((1, rows, features), lambda b, step, table, lengths: (b, 0, 0))
@@ -151,8 +149,7 @@ def attend(call: Arguments, cfg: PagedAttentionTpuConfig) -> jax.Array:
     operands = [call.q.reshape(batch, rows, head_dim), *[keys] * per_step, *[values] * per_step]
     in_specs = [
         row_spec(head_dim),
-        *(page_spec(i, head_dim) for i in range(per_step)),
-        *(page_spec(i, value_dim) for i in range(per_step)),
+        *(page_spec(i, size) for size in (head_dim, value_dim) for i in range(per_step)),
     ]
     if call.sinks is not None:
         operands.append(jnp.tile(call.sinks.astype(jnp.float32), tokens)[:, None])
@@ -165,9 +162,7 @@ def attend(call: Arguments, cfg: PagedAttentionTpuConfig) -> jax.Array:
             in_specs=in_specs,
             out_specs=row_spec(value_dim),
             scratch_shapes=[
-                pltpu.VMEM((rows, _LANES), jnp.float32),
-                pltpu.VMEM((rows, _LANES), jnp.float32),
-                pltpu.VMEM((rows, value_dim), jnp.float32),
+                pltpu.VMEM((rows, size), jnp.float32) for size in (_LANES, _LANES, value_dim)
             ],
         ),
         out_shape=jax.ShapeDtypeStruct((batch, rows, value_dim), call.q.dtype),
@@ -175,11 +170,6 @@ def attend(call: Arguments, cfg: PagedAttentionTpuConfig) -> jax.Array:
         name="paged_attention",
     )(call.page_table, call.lengths, *operands)
     return out.reshape(batch, tokens, heads, value_dim)
-
-
-def _dot(a: Any, b: Any, *, transposed: bool) -> Any:
-    dimensions = (((1,), (1 if transposed else 0,)), ((), ()))
-    return lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
 
 
 def _rows_fit(inv: Invocation[Any, Any]) -> str | None:
