@@ -20,7 +20,7 @@ from ejkernel.ops import Invocation, Limit, Supports
 from ..limits import STAGES, WARPS
 from ..sizes import next_power_of_two
 from .arguments import Arguments, hidden_score, lowest_maximum
-from .gradient import implementation
+from .reference import implementation
 
 _SMALLEST_BLOCK = 16  # of Triton's matrix products
 _MOST_ROWS = 128

@@ -23,7 +23,7 @@ from ejkernel.ops import Invocation, Limit, Supports
 
 from ..dot import dot
 from .arguments import Arguments, hidden_score, lowest_maximum
-from .gradient import implementation
+from .reference import implementation
 
 _LANES = 128
 _MOST_ROWS = 1024

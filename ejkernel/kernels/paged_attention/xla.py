@@ -23,7 +23,7 @@ from ..dtypes import accumulation_dtype
 from ..limits import COUNT
 from ..slicing import take_in_dim, take_rows
 from .arguments import Arguments, hidden_score, lowest_maximum
-from .gradient import implementation
+from .reference import implementation
 
 _GATHERED_AT_ONCE = 2**20  # bytes of keys, in float32
 
@@ -142,11 +142,8 @@ class _Softmax(NamedTuple):
     @staticmethod
     def start(q_rows: jax.Array, value_dim: int) -> _Softmax:
         zeros = jnp.zeros_like(q_rows[..., :1])
-        return _Softmax(
-            zeros + lowest_maximum(zeros.dtype),
-            zeros,
-            jnp.broadcast_to(zeros, (*zeros.shape[:2], value_dim)),
-        )
+        largest = zeros + lowest_maximum(zeros.dtype)
+        return _Softmax(largest, zeros, jnp.broadcast_to(zeros, (*zeros.shape[:2], value_dim)))
 
     def add(self, scores: jax.Array, values: jax.Array) -> _Softmax:
         largest = jnp.maximum(self.largest, jnp.max(scores, axis=-1, keepdims=True))
