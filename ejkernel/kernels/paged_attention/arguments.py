@@ -116,13 +116,15 @@ def lowest_maximum(dtype: Any = np.float32) -> float:
     return hidden_score(dtype) / 2
 
 
+HIDDEN_SCORE, LOWEST_MAXIMUM = hidden_score(), lowest_maximum()
+
+
 def checked(
     q: Any, k_pages: Any, v_pages: Any, page_table: Any, lengths: Any, *options: Any
 ) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
     """The arguments and keywords of the kernel from those of a user; errors name what is wrong."""
-    q = checked_floating(_NAME, "q", q)
-    k_pages = checked_floating(_NAME, "k_pages", k_pages)
-    v_pages = checked_floating(_NAME, "v_pages", v_pages)
+    floating = {"q": q, "k_pages": k_pages, "v_pages": v_pages}
+    q, k_pages, v_pages = (checked_floating(_NAME, name, x) for name, x in floating.items())
     page_table = checked_integers(_NAME, "page_table", page_table)
     lengths = checked_integers(_NAME, "lengths", lengths)
     _check_arrays(q, k_pages, v_pages)

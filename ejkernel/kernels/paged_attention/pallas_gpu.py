@@ -19,15 +19,13 @@ from ejkernel.ops import Invocation, Limit, Supports
 
 from ..limits import STAGES, WARPS
 from ..sizes import next_power_of_two
-from .arguments import Arguments, hidden_score, lowest_maximum
+from .arguments import HIDDEN_SCORE, LOWEST_MAXIMUM, Arguments
 from .reference import implementation
 
 _SMALLEST_BLOCK = 16  # of Triton's matrix products
 _MOST_ROWS = 128
 _SHARE = Limit(least=1, most=1024)
 _MOST_FEATURES = 256
-_HIDDEN_SCORE = hidden_score()
-_LOWEST_MAXIMUM = lowest_maximum()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +102,7 @@ def attend(call: Arguments, cfg: PagedAttentionGpuConfig) -> jax.Array:
             scores = plgpu.dot(q_rows, tile(k_ref, head_dim, q_width).T) * call.softmax_scale
             column = j * block + lax.broadcasted_iota(jnp.int32, (block_rows, block), 1)
             scores = jnp.where(
-                call.visible(column, position), call.capped(scores, _tanh), _HIDDEN_SCORE
+                call.visible(column, position), call.capped(scores, _tanh), HIDDEN_SCORE
             )
             before, largest = largest, jnp.maximum(largest, jnp.max(scores, axis=1))
             shrink = jnp.exp(before - largest)
@@ -120,7 +118,7 @@ def attend(call: Arguments, cfg: PagedAttentionGpuConfig) -> jax.Array:
         share = lax.div(end - first + (splits - 1), jnp.int32(splits))
         begin = first + split * share
         start = (
-            jnp.full((block_rows,), _LOWEST_MAXIMUM, jnp.float32),
+            jnp.full((block_rows,), LOWEST_MAXIMUM, jnp.float32),
             jnp.zeros((block_rows,), jnp.float32),
             jnp.zeros((block_rows, v_width), jnp.float32),
         )
@@ -131,7 +129,7 @@ def attend(call: Arguments, cfg: PagedAttentionGpuConfig) -> jax.Array:
         total = jnp.where(real, total, 1.0)
         out_mask = _inside((block_rows, v_width), rows, value_dim)
         plgpu.store(out_ref, (weighted / total[:, None]).astype(out_ref.dtype), mask=out_mask)
-        lse = jnp.where(real, largest + jnp.log(total), _HIDDEN_SCORE)
+        lse = jnp.where(real, largest + jnp.log(total), HIDDEN_SCORE)
         plgpu.store(lse_ref, lse, mask=lax.broadcasted_iota(jnp.int32, (block_rows,), 0) < rows)
 
     def cache(width: int) -> Any:
@@ -165,7 +163,7 @@ def _joined(out: jax.Array, lse: jax.Array, sink: jax.Array | None) -> jax.Array
     largest = jnp.max(lse, axis=0)
     if sink is not None:
         largest = jnp.maximum(largest, sink)
-    weights = jnp.where(lse <= _LOWEST_MAXIMUM, 0.0, jnp.exp(lse - largest))
+    weights = jnp.where(lse <= LOWEST_MAXIMUM, 0.0, jnp.exp(lse - largest))
     total = jnp.sum(weights, axis=0)
     empty = total == 0.0
     if sink is not None:

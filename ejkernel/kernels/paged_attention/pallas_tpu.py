@@ -22,13 +22,11 @@ from jax import lax
 from ejkernel.ops import Invocation, Limit, Supports
 
 from ..dot import dot
-from .arguments import Arguments, hidden_score, lowest_maximum
+from .arguments import HIDDEN_SCORE, LOWEST_MAXIMUM, Arguments
 from .reference import implementation
 
 _LANES = 128
 _MOST_ROWS = 1024
-_HIDDEN_SCORE = hidden_score()
-_LOWEST_MAXIMUM = lowest_maximum()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +78,7 @@ def attend(call: Arguments, cfg: PagedAttentionTpuConfig) -> jax.Array:
 
         @pl.when(step == 0)
         def start() -> None:
-            largest_ref[...] = jnp.full_like(largest_ref, _LOWEST_MAXIMUM)
+            largest_ref[...] = jnp.full_like(largest_ref, LOWEST_MAXIMUM)
             total_ref[...] = jnp.zeros_like(total_ref)
             weighted_ref[...] = jnp.zeros_like(weighted_ref)
 
@@ -94,7 +92,7 @@ def attend(call: Arguments, cfg: PagedAttentionTpuConfig) -> jax.Array:
             if kv_heads > 1:
                 head = lax.rem(row, jnp.int32(heads))
                 visible &= lax.rem(column, jnp.int32(kv_heads)) == lax.div(head, jnp.int32(group))
-            return jnp.where(visible, scores, _HIDDEN_SCORE)
+            return jnp.where(visible, scores, HIDDEN_SCORE)
 
         def only_own(values: Any, begin: Any) -> Any:
             """Zeros from the sequence's end on: there may be NaN, which no weight would hide."""
