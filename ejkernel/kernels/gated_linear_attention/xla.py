@@ -143,19 +143,16 @@ def _from_steps(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _in_groups(
-    function: Callable[..., Any],
-    tokens: tuple[jax.Array | None, ...],
-    states: tuple[jax.Array, ...],
-    rows: int,
+    function: Callable[..., Any], tokens: steps.Tokens, states: tuple[jax.Array, ...], rows: int
 ) -> tuple[Any, ...]:
-    """``function(*tokens, *states)`` for at most `rows` rows at a time.
+    """``function(tokens, states)`` for at most `rows` rows at a time.
 
     Rows are axis 1 of tokens and axis 0 of states; the function's last result is a state, too.
     """
     total = states[0].shape[0]
     size = max(n for n in range(1, min(rows, total) + 1) if total % n == 0)
     if size == total:
-        return tuple(function(*tokens, *states))
+        return tuple(function(tokens, states))
 
     def cut(axis: int, x: jax.Array) -> jax.Array:
         shape = (*x.shape[:axis], total // size, size, *x.shape[axis + 1 :])
@@ -166,7 +163,7 @@ def _in_groups(
         return x.reshape(*x.shape[:axis], total, *x.shape[axis + 2 :])
 
     groups = jax.tree.map(partial(cut, 1), tokens), jax.tree.map(partial(cut, 0), states)
-    *results, state = lax.map(lambda group: tuple(function(*group[0], *group[1])), groups)
+    *results, state = lax.map(lambda group: tuple(function(*group)), groups)
     return (*jax.tree.map(partial(join, 1), results), join(0, state))
 
 
