@@ -2,56 +2,50 @@
 
 from __future__ import annotations
 
-from typing import overload
+from typing import Unpack, overload
 
-import jax
+from jax import Array
 
 from ejkernel.kernels.arguments import given_options
 from ejkernel.kernels.norm import LayerNorm, NormConfig
-from ejkernel.kernels.norm.arguments import checked
+from ejkernel.kernels.norm.arguments import Options, checked
 
 _kernel = LayerNorm()
 
 
 @overload
 def layer_norm(
-    x: jax.Array,
-    weight: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    x: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
     *,
-    eps: float = 1e-5,
-    weight_offset: float = 0.0,
     residual: None = None,
-    implementation: str | None = None,
-    cfg: NormConfig | None = None,
-) -> jax.Array: ...
+    **options: Unpack[Options],
+) -> Array: ...
 
 
 @overload
 def layer_norm(
-    x: jax.Array,
-    weight: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    x: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
     *,
-    eps: float = 1e-5,
-    weight_offset: float = 0.0,
-    residual: jax.Array,
-    implementation: str | None = None,
-    cfg: NormConfig | None = None,
-) -> tuple[jax.Array, jax.Array]: ...
+    residual: Array,
+    **options: Unpack[Options],
+) -> tuple[Array, Array]: ...
 
 
 def layer_norm(
-    x: jax.Array,
-    weight: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    x: Array,
+    weight: Array | None = None,
+    bias: Array | None = None,
     *,
     eps: float = 1e-5,
     weight_offset: float = 0.0,
-    residual: jax.Array | None = None,
+    residual: Array | None = None,
     implementation: str | None = None,
     cfg: NormConfig | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> Array | tuple[Array, Array]:
     r"""`(x - mean(x)) / sqrt(var(x) + eps) · (weight + weight_offset) + bias`, over the last axis.
 
     Differentiable in `x`, `weight`, `bias` and `residual`. Computed in float32 whatever the input's

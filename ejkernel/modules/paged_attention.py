@@ -46,7 +46,7 @@ def paged_attention(
       window: query `i` sees the keys `i - window … i`; default: all before it.
       logits_soft_cap: `c` makes scores `c · tanh(score / c)`.
       sinks: `(heads,)`, one more logit per head that takes part in the denominator only.
-      implementation: demand one by name, such as `"xla"`; raises if that does not support it.
+      implementation: request one by name, such as `"xla"`; raises if that does not support it.
       cfg: a config of one implementation, which then runs; by default the tuned one of the store,
         else a heuristic.
 
@@ -61,17 +61,8 @@ def paged_attention(
     >>> paged_attention(q, k_pages, v_pages, page_table, jnp.array([40, 9])).shape
     (2, 8, 32)
     """
-    arrays, options = checked(
-        q,
-        k_pages,
-        v_pages,
-        page_table,
-        lengths,
-        softmax_scale=softmax_scale,
-        window=window,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-    )
+    given = softmax_scale, window, logits_soft_cap, sinks
+    arrays, options = checked(q, k_pages, v_pages, page_table, lengths, *given)
     options |= given_options("paged_attention", implementation, cfg)
     if arrays[0].ndim == 4:
         return _kernel(*arrays, **options)

@@ -2,53 +2,39 @@
 
 from __future__ import annotations
 
-from typing import overload
+from typing import Unpack, overload
 
-import jax
+from jax import Array
 
 from ejkernel.kernels.arguments import given_options
 from ejkernel.kernels.norm import NormConfig, RmsNorm
-from ejkernel.kernels.norm.arguments import checked
+from ejkernel.kernels.norm.arguments import Options, checked
 
 _kernel = RmsNorm()
 
 
 @overload
 def rms_norm(
-    x: jax.Array,
-    weight: jax.Array | None = None,
-    *,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
-    residual: None = None,
-    implementation: str | None = None,
-    cfg: NormConfig | None = None,
-) -> jax.Array: ...
+    x: Array, weight: Array | None = None, *, residual: None = None, **options: Unpack[Options]
+) -> Array: ...
 
 
 @overload
 def rms_norm(
-    x: jax.Array,
-    weight: jax.Array | None = None,
-    *,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
-    residual: jax.Array,
-    implementation: str | None = None,
-    cfg: NormConfig | None = None,
-) -> tuple[jax.Array, jax.Array]: ...
+    x: Array, weight: Array | None = None, *, residual: Array, **options: Unpack[Options]
+) -> tuple[Array, Array]: ...
 
 
 def rms_norm(
-    x: jax.Array,
-    weight: jax.Array | None = None,
+    x: Array,
+    weight: Array | None = None,
     *,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
-    residual: jax.Array | None = None,
+    residual: Array | None = None,
     implementation: str | None = None,
     cfg: NormConfig | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> Array | tuple[Array, Array]:
     r"""`x / sqrt(mean(x²) + eps) · (weight + weight_offset)`, over the last axis.
 
     Differentiable in `x`, `weight` and `residual`. Computed in float32 whatever the input's dtype
@@ -60,7 +46,7 @@ def rms_norm(
       eps: added to the mean square.
       weight_offset: added to the weight; 1.0 for weights stored around zero, as Gemma's are.
       residual: like `x`. Then `x + residual` is normalised, and that sum is returned too: the
-        stream that goes on beside a transformer's layer.
+        residual stream of a transformer.
       implementation: `"xla"`, `"pallas"` (TPU) or `"triton"` (GPU); by default the first that
         supports the call on this device.
       cfg: a config of one implementation, which then runs; by default the tuned one of the store,

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import pathlib
 import tempfile
+from functools import partial
 
 import pytest
+from jax import lax
+from jax.experimental import pallas as pl
 
 from ejkernel import native
 from ejkernel.kernels.flash_attention.native import LIBRARY
+from ejkernel.kernels.gated_linear_attention import pallas_gpu
 
 # One for all tests and all runs: building is safe when several begin at once, and a library is
 # found again only if nothing has changed.
@@ -26,3 +30,10 @@ def native_library(monkeypatch):
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(BUILT))
     assert native.why_not(LIBRARY) is None
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", own)
+
+
+@pytest.fixture
+def interpreted_pallas(monkeypatch):
+    """Pallas kernels run here, by its interpreter, which has no products in parts of TF32."""
+    monkeypatch.setattr(pl, "pallas_call", partial(pl.pallas_call, interpret=True))
+    monkeypatch.setattr(pallas_gpu, "EXACT", lax.Precision.HIGHEST)

@@ -1,10 +1,9 @@
-"""Every implementation of gated linear attention beside the recurrence, by value and gradient."""
+"""Every implementation of gated linear attention versus the recurrence, by value and gradient."""
 
 from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -26,7 +25,6 @@ from ejkernel.kernels.gated_linear_attention import (
     steps,
     xla,
 )
-from ejkernel.kernels.gated_linear_attention.chunks import pallas_passes
 from ejkernel.targets.lowering import standing_on
 
 NAMES = ("out", "state", "dq", "dk", "dv", "dg", "dinitial")
@@ -101,8 +99,8 @@ def xla_config(chunk_size, rows) -> GatedLinearAttentionXlaConfig:
 
 
 PALLAS = {
-    "pallas": (pallas_tpu, GatedLinearAttentionTpuConfig(chunk_size=8)),
-    "triton": (pallas_gpu, GatedLinearAttentionGpuConfig(chunk_size=8, block_v=8)),
+    "pallas": (pallas_tpu.PALLAS_TPU, GatedLinearAttentionTpuConfig(chunk_size=8)),
+    "triton": (pallas_gpu.PALLAS_GPU, GatedLinearAttentionGpuConfig(chunk_size=8, block_v=8)),
 }
 
 
@@ -120,13 +118,12 @@ def test_steps_and_chunks_equal_the_recurrence(decay, strength):
         assert_same(run_xla(arrays, chunk_size, rows), wanted)
 
 
+@pytest.mark.usefixtures("interpreted_pallas")
 @pytest.mark.parametrize("name", PALLAS)
 @pytest.mark.parametrize("decay", ["channel", "head", "none"])
 def test_interpreted_pallas_equals_the_recurrence(decay, name):
     arrays = inputs(1, 21, 2, 8, 16, decay=decay, strength=5.0)
-    module, cfg = PALLAS[name]
-    passes = SimpleNamespace(**pallas_passes(partial(module.prepare, interpret=True)))
-    assert_same(run(arrays, passes, cfg), expected(arrays))
+    assert_same(run(arrays, *PALLAS[name]), expected(arrays))
 
 
 @settings(max_examples=4, deadline=None)

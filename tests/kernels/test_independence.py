@@ -8,7 +8,6 @@ stay what they were.
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -24,7 +23,6 @@ from ejkernel.kernels.gated_linear_attention import (
     pallas_tpu,
 )
 from ejkernel.kernels.gated_linear_attention.arguments import decay_with_starts
-from ejkernel.kernels.gated_linear_attention.chunks import pallas_passes
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyXlaConfig
 from ejkernel.modules import gated_linear_attention, grouped_matmul, linear_cross_entropy
 
@@ -66,15 +64,14 @@ def tokens(decay: str) -> dict[str, np.ndarray]:
 
 
 PALLAS = {
-    "tpu": (pallas_tpu, GatedLinearAttentionTpuConfig(chunk_size=8)),
-    "gpu": (pallas_gpu, GatedLinearAttentionGpuConfig(chunk_size=8, block_v=8)),
+    "tpu": (pallas_tpu.PALLAS_TPU, GatedLinearAttentionTpuConfig(chunk_size=8)),
+    "gpu": (pallas_gpu.PALLAS_GPU, GatedLinearAttentionGpuConfig(chunk_size=8, block_v=8)),
 }
 
 
 def interpreted(how: str) -> Any:
     """The operation by the passes of an implementation, in the interpreter."""
-    module, cfg = PALLAS[how]
-    passes = SimpleNamespace(**pallas_passes(partial(module.prepare, interpret=True)))
+    passes, cfg = PALLAS[how]
     options: dict[str, Any] = {"cfg": cfg, "scale": 0.5, "return_state": True, "segments": True}
 
     @jax.custom_vjp
@@ -107,6 +104,7 @@ def linear_attention(how: str) -> Any:
     return partial(gated_linear_attention, scale=0.5, return_state=True, cfg=CONFIGS[how])
 
 
+@pytest.mark.usefixtures("interpreted_pallas")
 @pytest.mark.parametrize("decay", ["channel", "head", "none"])
 @pytest.mark.parametrize("how", [*CONFIGS, *PALLAS])
 def test_segments_of_linear_attention(how: str, decay: str) -> None:

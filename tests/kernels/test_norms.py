@@ -21,11 +21,8 @@ from ejkernel.kernels.norm import (
     NormXlaConfig,
     RmsNorm,
     layer_norm_reference,
-    pallas_gpu,
-    pallas_tpu,
     rms_norm_reference,
 )
-from ejkernel.kernels.norm.passes import passes_of
 from ejkernel.modules import layer_norm, rms_norm, support_table
 from ejkernel.ops import Kernel, NotSupported
 from ejkernel.targets.lowering import standing_on
@@ -36,8 +33,8 @@ OPERATIONS = {
 }
 KERNELS = {"rms_norm": RmsNorm(), "layer_norm": LayerNorm()}
 PALLAS = {
-    "pallas": (pallas_tpu, NormTpuConfig(block_m=8, backward_block_m=8)),
-    "triton": (pallas_gpu, NormGpuConfig(block_m=4, backward_block_m=4)),
+    "pallas": NormTpuConfig(block_m=8, backward_block_m=8),
+    "triton": NormGpuConfig(block_m=4, backward_block_m=4),
 }
 
 
@@ -130,23 +127,18 @@ def test_any_shape(operation, leading, features, rows, dtype, options):
 
 def interpreted(operation, name):
     """The operation by an interpreted kernel, with the gradient of that."""
-    module, cfg = PALLAS[name]
-    passes = passes_of(
-        partial(module.normalise, interpret=True),
-        partial(module.differentiate, interpret=True),
-        centered=operation == "layer_norm",
-    )
-    item = dataclasses.replace(KERNELS[operation].implementation(name), devices=None, **passes)
+    item = dataclasses.replace(KERNELS[operation].implementation(name), devices=None)
 
     class Interpreted(Kernel):
         implementations = (item,)
 
     kernel = Interpreted(name=f"interpreted_{operation}")
     return lambda x, weight=None, **options: kernel(
-        x, *([] if weight is None else [weight]), cfg=cfg, eps=1e-3, **options
+        x, *([] if weight is None else [weight]), cfg=PALLAS[name], eps=1e-3, **options
     )
 
 
+@pytest.mark.usefixtures("interpreted_pallas")
 @pytest.mark.parametrize("name", PALLAS)
 @pytest.mark.parametrize(
     ("operation", "options", "shape", "dtype"),
@@ -229,8 +221,8 @@ def test_it_works_under_transformations():
 def test_the_output_is_not_kept_for_the_gradient():
     x = jnp.ones((64, 256))
     _, pull_back = jax.vjp(lambda x: rms_norm(x, jnp.ones(256)), x)
-    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(pull_back) if hasattr(leaf, "nbytes"))
-    assert kept < 1.5 * x.nbytes
+    stored = sum(leaf.nbytes for leaf in jax.tree.leaves(pull_back) if hasattr(leaf, "nbytes"))
+    assert stored < 1.5 * x.nbytes
 
 
 def test_options_have_defaults_that_mean_nothing_is_done():

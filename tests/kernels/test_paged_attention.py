@@ -51,14 +51,12 @@ def inputs(batch, tokens, heads, kv_heads, head_dim, value_dim, page_size, per_s
 
 EVERY_RUN = {
     "reference": paged_attention_reference,
-    "xla-page-by-page": partial(xla.forward, cfg=PagedAttentionXlaConfig(1)),
-    "xla": partial(xla.forward, cfg=PagedAttentionXlaConfig(3)),
-    "xla-at-once": partial(xla.forward, cfg=PagedAttentionXlaConfig(100)),
-    "pallas": partial(pallas_tpu.forward, cfg=PagedAttentionTpuConfig(2), interpret=True),
+    "xla-page-by-page": partial(xla.XLA.forward, cfg=PagedAttentionXlaConfig(1)),
+    "xla": partial(xla.XLA.forward, cfg=PagedAttentionXlaConfig(3)),
+    "xla-at-once": partial(xla.XLA.forward, cfg=PagedAttentionXlaConfig(100)),
+    "pallas": partial(pallas_tpu.PALLAS_TPU.forward, cfg=PagedAttentionTpuConfig(2)),
     "triton": partial(
-        pallas_gpu.forward,
-        cfg=PagedAttentionGpuConfig(block_k=16, num_key_splits=2),
-        interpret=True,
+        pallas_gpu.PALLAS_GPU.forward, cfg=PagedAttentionGpuConfig(block_k=16, num_key_splits=2)
     ),
 }
 
@@ -68,6 +66,7 @@ def softly(function):
     return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})
 
 
+@pytest.mark.usefixtures("interpreted_pallas")
 @pytest.mark.parametrize(("shape", "options"), CASES, ids=["plain", "options", "tokens"])
 @pytest.mark.parametrize("name", list(EVERY_RUN)[1:])
 def test_every_implementation_equals_the_definition(name, shape, options):
@@ -82,6 +81,7 @@ def test_every_implementation_equals_the_definition(name, shape, options):
     assert not np.asarray(out[1]).any()  # a sequence of length 0
 
 
+@pytest.mark.usefixtures("interpreted_pallas")
 @pytest.mark.parametrize("options", [{}, {"window": 7}], ids=["plain", "window"])
 @pytest.mark.parametrize("name", EVERY_RUN)
 def test_what_no_query_sees_may_be_anything(name, options):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+
+from ejkernel.ops import Implementation
+from ejkernel.ops.core.varying import vary_alike
 
 from ..arguments import (
     checked_flag,
@@ -48,27 +51,52 @@ class Arguments:
         """What there is for every token."""
         return self.q, self.k, self.v, self.g
 
+    def state_rows(self, state: jax.Array | None) -> jax.Array:
+        """A state ``(batch, heads, key_dim, value_dim)`` as ``(rows, …)``; zeros if there is none.
 
-class Gradients(NamedTuple):
-    """Gradients of what goes into a recurrence; `g` is None if it was."""
+        A row is one pair of a batch entry and a head: every row is a recurrence of its own. In
+        float32, or in float64 for float64.
+        """
+        batch, _, heads, key_dim = self.q.shape
+        dtype = accumulation_dtype(self.q.dtype)
+        shape = (batch, heads, key_dim, self.v.shape[3])
+        if state is None:
+            # Made from an input, to inherit how it is sharded.
+            row = jnp.zeros_like(self.q[:, 0, :, :1, None], dtype)
+            state = vary_alike(jnp.broadcast_to(row, shape), self.q, self.v)
+        return state.astype(dtype).reshape(batch * heads, *shape[2:])
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    g: jax.Array | None
-    state: jax.Array
+    def state_by_batch(self, state: jax.Array) -> jax.Array:
+        """The inverse of `state_rows`."""
+        return state.reshape(self.q.shape[0], self.q.shape[2], *state.shape[1:])
 
 
-def passes_of(
+Gradients = tuple[Any, ...]
+"""Those of q, k, v, g and the state that goes into a recurrence; None for g if it was."""
+
+
+def with_features(x: jax.Array) -> jax.Array:
+    """What there is for every token with an axis of features, if only of one."""
+    return x if x.ndim == 4 else x[..., None]
+
+
+def like_given(x: jax.Array, given: jax.Array) -> jax.Array:
+    """The inverse of `with_features`, in the dtype of what was given."""
+    return (x[..., 0] if given.ndim == 3 else x).astype(given.dtype)
+
+
+def implementation(
     run: Callable[[Arguments, Any], tuple[jax.Array, jax.Array, Any]],
     run_backward: Callable[[Arguments, Any, Any, jax.Array, jax.Array | None], Gradients],
-) -> dict[str, Any]:
-    """What an `Implementation` wants to know about its passes.
+    **declared: Any,
+) -> Implementation[Any, Any]:
+    """One implementation, around what it does with a call.
 
     Args:
       run: `run(call, cfg)` gives the outputs, the last state and residuals.
       run_backward: `run_backward(call, cfg, residuals, dout, dstate)` gives the gradients; `dstate`
         is None if the state was not returned.
+      declared: the other fields.
     """
 
     def forward_with_residuals(*args: jax.Array, cfg: Any, **options: Any) -> tuple[Any, Any]:
@@ -88,12 +116,13 @@ def passes_of(
         by_keyword = () if call.initial_state is None else ({"initial_state": dinitial},)
         return *gradients[: len(args)], *by_keyword
 
-    return {
-        "forward": forward,
-        "forward_with_residuals": forward_with_residuals,
-        "backward": backward,
-        "reads_out": False,
-    }
+    return Implementation(
+        forward=forward,
+        forward_with_residuals=forward_with_residuals,
+        backward=backward,
+        reads_out=False,
+        **declared,
+    )
 
 
 def checked(
@@ -138,7 +167,7 @@ def decay_with_starts(
     return jnp.where(first.reshape(*first.shape, *(1,) * (g.ndim - 2)), START, g)
 
 
-def _whole_sequences(segment_ids: jax.Array, beside: jax.Array) -> jax.Array:
+def _whole_sequences(segment_ids: jax.Array, like: jax.Array) -> jax.Array:
     """Segments that are sharded over explicit axes as the entries of another array, and no more.
 
     A token is compared with the one before it, which JAX refuses where another device has it.
@@ -146,7 +175,7 @@ def _whole_sequences(segment_ids: jax.Array, beside: jax.Array) -> jax.Array:
     sharding = jax.typeof(segment_ids).sharding
     if all(entry is None for entry in sharding.spec):
         return segment_ids
-    entries = PartitionSpec(*jax.typeof(beside).sharding.spec[:1])
+    entries = PartitionSpec(*jax.typeof(like).sharding.spec[:1])
     whole: jax.Array = jax.sharding.reshard(segment_ids, NamedSharding(sharding.mesh, entries))
     return whole
 

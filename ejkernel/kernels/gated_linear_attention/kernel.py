@@ -47,12 +47,9 @@ class GatedLinearAttention(Kernel[Any, Any]):
             return jax.random.normal(jax.random.fold_in(key, index), like.shape, like.dtype)
 
         arrays = [fill(index, like) for index, like in enumerate(inv.args)]
-        if len(arrays) == 4:
-            arrays[3] = jax.nn.log_sigmoid(arrays[3])
-        keywords = dict(inv.kwargs)
-        if "initial_state" in keywords:
-            keywords["initial_state"] = fill(4, keywords["initial_state"])
-        return tuple(arrays), keywords
+        arrays[3:] = map(jax.nn.log_sigmoid, arrays[3:])
+        state = {n: fill(4, x) for n, x in inv.kwargs.items() if n == "initial_state"}
+        return tuple(arrays), {**inv.kwargs, **state}
 
     def entries_are_independent(self, *args: Any, **options: Any) -> bool:
         return True

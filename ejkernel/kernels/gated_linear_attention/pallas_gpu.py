@@ -5,25 +5,24 @@ registers. Since every value channel is a recurrence of its own, a row may be sh
 programs, each with a block of the value channels: there is more to do in parallel, the states
 are smaller, and only the weights inside a chunk are made more than once. The gradients of `q`, `k`
 and `g` are sums over value channels; each program writes its part, and they are added afterwards.
-What happens inside a chunk is :class:`.chunk.Chunk`.
+What happens inside a chunk is :class:`.chunks.Chunk`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.ops import Implementation, Invocation, Limits, Supports
+from ejkernel.ops import Invocation, Supports
 
 from ..limits import TRITON_SIDE, WARPS
 from .arguments import Arguments
-from .chunk import Chunk
-from .chunks import Arrays, Step, Walk, pallas_passes
+from .chunks import Arrays, Chunk, Precision, Step, Walk, pallas_implementation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,22 +35,32 @@ class GatedLinearAttentionGpuConfig:
       num_warps: warps per program.
     """
 
-    chunk_size: int = 32
-    block_v: int = 32
-    num_warps: int = 8
+    # The defaults are the least by the compiler's schedules for an A100 and an H100, of those that
+    # compile in less than a minute; larger blocks spill.
+    chunk_size: Annotated[int, TRITON_SIDE] = 32
+    block_v: Annotated[int, TRITON_SIDE] = 32
+    num_warps: Annotated[int, WARPS] = 8
+
+    @classmethod
+    def space(cls, inv: Invocation[Any, Any]) -> list[GatedLinearAttentionGpuConfig]:
+        return [
+            cls(size, block_v, num_warps)
+            for size in (16, 32, 64)
+            for block_v in (16, 32, 64)
+            if block_v <= inv.args[2].shape[3]
+            for num_warps in (2, 4, 8)
+        ]
 
 
-def prepare(
-    call: Arguments, cfg: GatedLinearAttentionGpuConfig, interpret: bool = False
-) -> tuple[Chunk, Walk]:
+EXACT: Precision = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+"""In three parts of lower precision, tensor cores add up as well as float32 does."""
+
+
+def prepare(call: Arguments, cfg: GatedLinearAttentionGpuConfig) -> tuple[Chunk, Walk]:
     """The products of a chunk, and the walk from chunk to chunk."""
-    # In three parts of lower precision, tensor cores add up as well as float32 does. The
-    # interpreter has no such thing.
-    exact = lax.Precision.HIGHEST if interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-    precision = exact if call.q.dtype == jnp.float32 else lax.Precision.DEFAULT
+    precision = EXACT if call.q.dtype == jnp.float32 else lax.Precision.DEFAULT
     # Written out, the levels need more registers than there are, and minutes to compile.
-    chunk = Chunk(cfg.chunk_size, precision, exact, unrolled=False)
-    return chunk, partial(_walk, cfg=cfg, interpret=interpret)
+    return Chunk(cfg.chunk_size, precision, EXACT, unrolled=False), partial(_walk, cfg=cfg)
 
 
 # Of the arrays of a walk those with value channels, and on which axis these are.
@@ -66,7 +75,6 @@ def _walk(
     *,
     reverse: bool,
     cfg: GatedLinearAttentionGpuConfig,
-    interpret: bool,
 ) -> tuple[jax.Array, ...]:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
@@ -115,7 +123,6 @@ def _walk(
         out_specs=out_specs,
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in out_shapes],
         compiler_params=plgpu.CompilerParams(num_warps=cfg.num_warps, num_stages=1),
-        interpret=interpret,
         name=f"gated_linear_attention_{'backward' if reverse else 'forward'}",
     )(*inputs.values())
     return tuple(x.sum(0) if x.ndim == 5 else x for x in found)
@@ -130,24 +137,10 @@ def _dims_fit(inv: Invocation[Any, Any]) -> str | None:
     return None
 
 
-def _space(inv: Invocation[Any, Any]) -> list[GatedLinearAttentionGpuConfig]:
-    return [
-        GatedLinearAttentionGpuConfig(size, block_v, num_warps)
-        for size in (16, 32, 64)
-        for block_v in (16, 32, 64)
-        if block_v <= inv.args[2].shape[3]
-        for num_warps in (2, 4, 8)
-    ]
-
-
-# The default config is the least by the compiler's schedules for an A100 and an H100, of those that
-# compile in less than a minute; larger blocks spill.
-PALLAS_GPU: Implementation[GatedLinearAttentionGpuConfig, Any] = Implementation(
+PALLAS_GPU = pallas_implementation(
+    prepare,
     name="triton",
     devices=("gpu",),
     config=GatedLinearAttentionGpuConfig,
-    space=_space,
     supports=Supports(dtypes=("float32", "bfloat16", "float16"), rules=(_dims_fit,)),
-    limits=Limits({"chunk_size": TRITON_SIDE, "block_v": TRITON_SIDE, "num_warps": WARPS}),
-    **pallas_passes(prepare),
 )

@@ -3,44 +3,53 @@
 The grid runs over rows (pairs of a batch entry and a head) and, innermost and in order, over
 chunks; a scratch buffer carries the transposed state from chunk to chunk, and its gradient the
 other way in the backward pass. The forward pass writes down the state before every chunk for it.
-What happens inside a chunk is :class:`.chunk.Chunk`.
+What happens inside a chunk is :class:`.chunks.Chunk`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.ops import Implementation, Invocation, Limit, Limits, Supports
+from ejkernel.ops import Invocation, Limit, Supports
 
 from .arguments import Arguments
-from .chunk import MOST_TOKENS, Chunk
-from .chunks import Arrays, Step, Walk, pallas_passes
+from .chunks import MOST_TOKENS, Arrays, Chunk, Step, Walk, pallas_implementation
 
 
 @dataclasses.dataclass(frozen=True)
 class GatedLinearAttentionTpuConfig:
     """How many tokens are worked on together in both passes: `chunk_size`, a power of two."""
 
-    chunk_size: int = 64
+    chunk_size: Annotated[int, Limit(least=8, most=MOST_TOKENS, power_of_two=True)] = 64
+
+    @classmethod
+    def heuristic(cls, inv: Invocation[Any, Any]) -> GatedLinearAttentionTpuConfig:
+        """From the compiler's schedules for a v5e.
+
+        With a decay per channel the levels of a larger chunk eat up what it saves; without them 128
+        takes 0.83 times as long.
+        """
+        per_channel = len(inv.args) == 4 and len(inv.args[3].shape) == 4
+        return cls(64 if per_channel else 128)
+
+    @classmethod
+    def space(cls, inv: Invocation[Any, Any]) -> list[GatedLinearAttentionTpuConfig]:
+        return [cls(size) for size in (16, 32, 64, 128)]
 
 
-def prepare(
-    call: Arguments, cfg: GatedLinearAttentionTpuConfig, interpret: bool = False
-) -> tuple[Chunk, Walk]:
+def prepare(call: Arguments, cfg: GatedLinearAttentionTpuConfig) -> tuple[Chunk, Walk]:
     """The products of a chunk, and the walk from chunk to chunk."""
     precise = call.q.dtype == jnp.float32
-    precision = lax.Precision.HIGHEST if precise else lax.Precision.DEFAULT
-    return Chunk(cfg.chunk_size, precision), partial(_walk, interpret=interpret)
+    return Chunk(cfg.chunk_size, lax.Precision.HIGHEST if precise else lax.Precision.DEFAULT), _walk
 
 
 def _walk(
-    step: Step, state: jax.Array, inputs: Arrays, outputs: Arrays, reverse: bool, interpret: bool
+    step: Step, state: jax.Array, inputs: Arrays, outputs: Arrays, *, reverse: bool
 ) -> tuple[jax.Array, ...]:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
@@ -81,7 +90,6 @@ def _walk(
             out_shape=[*outputs.values(), jax.ShapeDtypeStruct(state.shape, state.dtype)],
             scratch_shapes=[pltpu.VMEM(state.shape[1:], state.dtype)],
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-            interpret=interpret,
             name=f"gated_linear_attention_{'backward' if reverse else 'forward'}",
         )(state, *inputs.values())
     )
@@ -96,27 +104,10 @@ def _dims_fit(inv: Invocation[Any, Any]) -> str | None:
     return None
 
 
-def _heuristic(inv: Invocation[Any, Any]) -> GatedLinearAttentionTpuConfig:
-    """From the compiler's schedules for a v5e.
-
-    With a decay per channel the levels of a larger chunk eat up what it saves; without them 128
-    takes 0.83 times as long.
-    """
-    per_channel = len(inv.args) == 4 and len(inv.args[3].shape) == 4
-    return GatedLinearAttentionTpuConfig(64 if per_channel else 128)
-
-
-def _space(inv: Invocation[Any, Any]) -> list[GatedLinearAttentionTpuConfig]:
-    return [GatedLinearAttentionTpuConfig(size) for size in (16, 32, 64, 128)]
-
-
-PALLAS_TPU: Implementation[GatedLinearAttentionTpuConfig, Any] = Implementation(
+PALLAS_TPU = pallas_implementation(
+    prepare,
     name="pallas",
     devices=("tpu",),
     config=GatedLinearAttentionTpuConfig,
-    heuristic=_heuristic,
-    space=_space,
     supports=Supports(dtypes=("float32", "bfloat16"), rules=(_dims_fit,)),
-    limits=Limits({"chunk_size": Limit(least=8, most=MOST_TOKENS, power_of_two=True)}),
-    **pallas_passes(prepare),
 )

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from ejkernel.ops.core.varying import vary_alike
 
 from ..dtypes import accumulation_dtype
+from .arguments import Arguments
 
 
 def gated_linear_attention_reference(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array | None = None,
-    *,
+    *args: jax.Array,
     scale: float | None = None,
-    initial_state: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
-    return_state: bool = False,
-    segments: bool = False,
+    **options: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""The recurrence itself.
 
@@ -40,11 +37,11 @@ def gated_linear_attention_reference(
         >>> gated_linear_attention_reference(ones, ones, ones, half).ravel().tolist()
         [1.0, 1.5, 1.75]
     """
-    del segments
+    scale = args[0].shape[-1] ** -0.5 if scale is None else scale
+    call = Arguments(*args, scale=scale, **options)
+    q, k, v, g = call.tokens
     batch, length, heads, key_dim = q.shape
-    exact = jax.lax.Precision.HIGHEST
     dtype = accumulation_dtype(q.dtype)
-    scale = key_dim**-0.5 if scale is None else scale
     if g is None:
         g = jnp.zeros((batch, length, heads, key_dim), dtype)
     elif g.ndim == 3:
@@ -55,17 +52,17 @@ def gated_linear_attention_reference(
         first = jnp.pad(first, ((0, 0), (1, 0)))[:, :, None, None]
         decay = jnp.where(first, 0.0, decay)
     state = jnp.zeros((batch, heads, key_dim, v.shape[-1]), dtype)
-    if initial_state is not None:
-        state = initial_state.astype(dtype)
+    if call.initial_state is not None:
+        state = call.initial_state.astype(dtype)
 
     def step(state: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         q_t, k_t, v_t, decay_t = token
         decay_t = decay_t[..., None]
-        kept = decay_t * jnp.where(decay_t == 0.0, 0.0, state)
-        state = kept + k_t[..., :, None] * v_t[..., None, :]
-        return state, scale * jnp.einsum("bhk,bhkv->bhv", q_t, state, precision=exact)
+        left = decay_t * jnp.where(decay_t == 0.0, 0.0, state)
+        state = left + k_t[..., :, None] * v_t[..., None, :]
+        return state, scale * jnp.einsum("bhk,bhkv->bhv", q_t, state, precision="highest")
 
     tokens = tuple(jnp.moveaxis(x.astype(dtype), 1, 0) for x in (q, k, v, decay))
     state, out = jax.lax.scan(step, vary_alike(state, tokens), tokens)
     out = jnp.moveaxis(out, 0, 1).astype(q.dtype)
-    return (out, state) if return_state else out
+    return (out, state) if call.return_state else out

@@ -55,7 +55,7 @@ class NotFinite:
     def shown_gradients(self, found: Gradients) -> Gradients:
         """Gradients, NaN in those segments."""
         tokens = _where(self._anywhere, jnp.nan, found[:4])
-        return Gradients._make([*tokens, _where(self._first, jnp.nan, found.state)])
+        return *tokens, _where(self._first, jnp.nan, found[4])
 
 
 def _or_since_start(here: jax.Array, start: jax.Array) -> jax.Array:

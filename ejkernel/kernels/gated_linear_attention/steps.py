@@ -6,7 +6,7 @@ fraction of the processor's speed. Three things make it better than the plain lo
 
 * Batch and heads are one axis, of rows, and only as many rows are worked on at a time as keep their
   states in the cache.
-* The backward pass keeps no state per step. The gradient of ``q`` follows from the states, made
+* The backward pass stores no state per step. The gradient of ``q`` follows from the states, made
   again in a forward loop; those of ``k`` and ``v`` from the gradients of the states, in a loop from
   the end:
 
@@ -22,7 +22,7 @@ fraction of the processor's speed. Three things make it better than the plain lo
     \mathrm{dg}_t = \sum_{s = t}^{e} (q_s \odot \mathrm{dq}_s - k_s \odot \mathrm{dk}_s)
         + \sum_v (S_e \odot e^{g_{e+1}} D_{e+1})_v ,
 
-  so a state is kept every ``SEGMENT`` steps, and rounding does not pile up over longer stretches.
+  so a state is stored every ``SEGMENT`` steps, and rounding does not pile up over longer stretches.
 
 Arrays are ``(length, rows, features)`` here, all of one dtype; the scale is already in ``q``.
 """
@@ -37,17 +37,18 @@ from jax import Array, lax
 
 from .arguments import Gradients
 
-# Steps between two states that the backward pass keeps.
+Tokens = tuple[Any, ...]
+"""What there is for every token; None for the decay, if there is none."""
+
+# Steps between two states that the backward pass stores.
 SEGMENT = 256
 
 
-def forward(
-    q: Array, k: Array, v: Array, g: Array | None, state: Array, *, segments: bool = False
-) -> tuple[Array, Array]:
+def forward(tokens: Tokens, states: tuple[Array], *, segments: bool) -> tuple[Array, Array]:
     """Outputs, ``(length, rows, value_dim)``, and the last state, ``(rows, key_dim, value_dim)``.
 
-    ``g`` is ``(length, rows, key_dim)``, ``(length, rows, 1)`` or None. With ``segments`` a decay
-    to zero forgets infinities and NaN too.
+    From ``q, k, v, g`` and the state before the first token; ``g`` is ``(length, rows, key_dim)``,
+    ``(length, rows, 1)`` or None. With ``segments`` a decay to zero forgets infinities and NaN too.
     """
 
     def step(state: Array, token: Any) -> tuple[Array, Array]:
@@ -55,23 +56,14 @@ def forward(
         state = _decayed(state, g_t, 2, segments) + k_t[:, :, None] * v_t[:, None, :]
         return state, jnp.einsum("rk,rkv->rv", q_t, state)
 
-    state, out = lax.scan(step, state, (q, k, v, g))
+    state, out = lax.scan(step, states[0], tokens)
     return out, state
 
 
-def backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    g: Array | None,
-    dout: Array,
-    state: Array,
-    dstate: Array,
-    *,
-    segments: bool = False,
-) -> Gradients:
-    """Gradients, from those of the outputs and of the last state."""
-    length = q.shape[0]
+def backward(tokens: Tokens, states: tuple[Array, Array], *, segments: bool) -> Gradients:
+    """Gradients, from ``q, k, v, g, dout``, the first state and the gradient of the last one."""
+    state, dstate = states
+    length = len(tokens[2])
     count = -(-length // SEGMENT)
     size = -(-length // count)
 
@@ -112,16 +104,13 @@ def backward(
         (dstate, _), gradients = lax.scan(step, (dstate, dg), tokens[0], reverse=True)
         return dstate, gradients
 
-    q, k, v, g, dout = jax.tree.map(cut, (q, k, v, g, dout))
+    q, k, v, g, dout = jax.tree.map(cut, tokens)
     # Transposed states, (rows, value_dim, key_dim): the sums over values, which make dq and dk,
     # then run over an outer axis, and vectorise.
     _, (dq, last_states) = lax.scan(segment_ahead, state.swapaxes(1, 2), (k, v, g, dout))
-    tokens = (q, k, v, g, dout, dq)
-    dstate, (dk, dv, dg) = lax.scan(
-        segment, dstate.swapaxes(1, 2), (tokens, last_states), reverse=True
-    )
-    joined = jax.tree.map(join, (dq, dk, dv, dg))
-    return Gradients._make([*joined, dstate.swapaxes(1, 2)])
+    arrays = (q, k, v, g, dout, dq), last_states
+    dstate, (dk, dv, dg) = lax.scan(segment, dstate.swapaxes(1, 2), arrays, reverse=True)
+    return *jax.tree.map(join, (dq, dk, dv, dg)), dstate.swapaxes(1, 2)
 
 
 def _decayed(state: Array, g: Array | None, axis: int, segments: bool) -> Array:

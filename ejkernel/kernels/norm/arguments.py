@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import jax
+import jax.numpy as jnp
 
 from ..arguments import checked_floating, checked_number
+
+if TYPE_CHECKING:
+    from . import NormConfig
+
+Output = jax.Array | tuple[jax.Array, jax.Array]
+"""The output; with a residual, also the sum that was normalised."""
+
+
+class Options(TypedDict, total=False):
+    """The keywords of both norms that do not decide what is returned."""
+
+    eps: float
+    weight_offset: float
+    implementation: str | None
+    cfg: NormConfig | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,21 +46,21 @@ def rows_and_features(x: Any) -> tuple[int, int]:
     return x.size // x.shape[-1], x.shape[-1]
 
 
+def per_feature(numbers: jax.Array, like: jax.Array) -> jax.Array:
+    """One number per feature with as many axes as the rows have."""
+    return jnp.expand_dims(numbers, tuple(range(like.ndim - 1)))
+
+
 def checked(
-    name: str,
-    x: Any,
-    weight: Any,
-    *,
-    eps: Any,
-    weight_offset: Any,
-    residual: Any,
-    bias: Any = None,
+    name: str, x: Any, weight: Any, *, eps: Any, weight_offset: Any, **others: Any
 ) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
-    """The arguments and keywords of the kernel from those of a user; errors name what is wrong."""
-    given = {"x": x, "weight": weight, "bias": bias, "residual": residual}
+    """The arguments and keywords of the kernel from those of a user; errors name what is wrong.
+
+    The others are `residual` and `bias`, each an array or None.
+    """
     arrays = {
         argument: checked_floating(name, argument, array)
-        for argument, array in given.items()
+        for argument, array in {"x": x, "weight": weight, **others}.items()
         if argument == "x" or array is not None
     }
     _check_shapes(name, **arrays)

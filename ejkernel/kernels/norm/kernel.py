@@ -2,12 +2,71 @@
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
+from types import ModuleType
 from typing import Any
 
-from ejkernel.ops import Dimension, Invocation, Kernel, NearShapes, Partitioning
+import jax
+
+from ejkernel.ops import Dimension, Implementation, Invocation, Kernel, NearShapes, Partitioning
 
 from . import pallas_gpu, pallas_tpu, xla
-from .reference import Output, layer_norm_reference, rms_norm_reference
+from .arguments import Arguments, Output
+from .pallas import SUPPORTS
+from .pallas_gpu import NormGpuConfig
+from .pallas_tpu import NormTpuConfig
+from .reference import layer_norm_reference, rms_norm_reference
+from .xla import NormXlaConfig
+
+
+def _implementation(
+    rows: ModuleType, *, centered: bool, **declared: Any
+) -> Implementation[Any, Output]:
+    """One implementation, around what its module does with the rows of a call.
+
+    `normalise(call, cfg)` gives the output, and the moments of the rows if the backward pass shall
+    not compute them again. `differentiate(call, moments, cotangents, cfg)`, where `call.x` is what
+    was normalised and `cotangents` are those of the output and of that sum, gives the gradients of
+    `x`, weight and bias: None for what the call does not have.
+    """
+
+    def forward_with_residuals(*args: jax.Array, cfg: Any, **options: Any) -> tuple[Output, Any]:
+        out, moments = rows.normalise(Arguments(*args, centered=centered, **options), cfg)
+        return out, (out[1] if isinstance(out, tuple) else None, moments)
+
+    def forward(*args: jax.Array, cfg: Any, **options: Any) -> Output:
+        return forward_with_residuals(*args, cfg=cfg, **options)[0]
+
+    def backward(
+        saved: Any, out: None, dout: Any, *args: jax.Array, cfg: Any, **options: Any
+    ) -> tuple[Any, ...]:
+        summed, moments = saved
+        call, cotangents = Arguments(*args, centered=centered, **options), (dout, None)
+        if summed is not None:
+            call, cotangents = dataclasses.replace(call, x=summed), dout
+        dx, dweight, dbias = rows.differentiate(call, moments, cotangents, cfg)
+        named = {"bias": dbias, "residual": dx}
+        by_keyword = {name: g for name, g in named.items() if options.get(name) is not None}
+        return (dx, *(dweight,) * (len(args) - 1), by_keyword)
+
+    return Implementation(
+        forward=forward,
+        forward_with_residuals=forward_with_residuals,
+        backward=backward,
+        reads_out=False,
+        **declared,
+    )
+
+
+def _implementations(*, centered: bool) -> tuple[Implementation[Any, Output], ...]:
+    """Those of layer norm if the values are centered, else of RMS norm."""
+    of = partial(_implementation, centered=centered)
+    return (
+        of(pallas_tpu, name="pallas", devices=("tpu",), config=NormTpuConfig, supports=SUPPORTS),
+        of(pallas_gpu, name="triton", devices=("gpu",), config=NormGpuConfig, supports=SUPPORTS),
+        of(xla, name="xla", config=NormXlaConfig),
+    )
 
 
 class _Norm(Kernel[Any, Output]):
@@ -36,7 +95,7 @@ class RmsNorm(_Norm):
     Arguments are `x` and optionally `weight`; keywords `eps`, `residual` and `weight_offset`.
     """
 
-    implementations = tuple(m.implementation(centered=False) for m in (pallas_tpu, pallas_gpu, xla))
+    implementations = _implementations(centered=False)
     reference = staticmethod(rms_norm_reference)
 
 
@@ -47,5 +106,5 @@ class LayerNorm(_Norm):
     `weight_offset`.
     """
 
-    implementations = tuple(m.implementation(centered=True) for m in (pallas_tpu, pallas_gpu, xla))
+    implementations = _implementations(centered=True)
     reference = staticmethod(layer_norm_reference)

@@ -1,7 +1,7 @@
 """What the kernels for TPU and GPU do with a block of whole rows, read once and written once.
 
 The mathematics is that of `xla.py`. Moments are computed where the rows are, in the backward pass
-too: nothing but the input is kept for it.
+too: nothing but the input is stored for it.
 """
 
 from __future__ import annotations
@@ -15,32 +15,46 @@ from jax import lax
 
 from ejkernel.ops import Invocation, Supports
 
-from .arguments import Arguments
-from .passes import Cotangents, Gradients, Normalised
+from .arguments import Arguments, Output
 
-Load = Callable[[str], jax.Array]
-Store = Callable[[str, jax.Array], None]
 Body = Callable[[dict[str, Any]], None]
 """What a kernel does, given references to its blocks or arrays by name."""
 
 _MOST_FEATURES = 16384
 
 
-def normalise(call: Arguments, body: Body, launch: dict[str, Any]) -> Normalised:
+class Block:
+    """Some rows of all arrays; here, of a kernel whose references are to such blocks."""
+
+    real: jax.Array | None = None  # which columns are features, if not all are
+
+    def __init__(self, refs: dict[str, Any]) -> None:
+        self.refs = refs
+
+    def load(self, name: str) -> jax.Array:
+        block: jax.Array = self.refs[name][...]
+        return block
+
+    def store(self, name: str, values: jax.Array) -> None:
+        self.refs[name][...] = values.astype(self.refs[name].dtype)
+
+
+def normalise(call: Arguments, body: Body, launch: dict[str, Any]) -> tuple[Output, None]:
     """The forward pass, by a kernel that does `normalise_block` for all rows."""
     inputs = _matrices(x=call.x, residual=call.residual, weight=call.weight, bias=call.bias)
     outputs = dict.fromkeys(["out"] if call.residual is None else ["out", "summed"], inputs["x"])
     found = _run(body, inputs, outputs, name="norm_forward", **launch)
     out, *summed = (array.reshape(call.x.shape) for array in found.values())
-    return Normalised(out, summed[0] if summed else None)
+    return (out, summed[0]) if summed else out, None
 
 
 def differentiate(
-    call: Arguments, cotangents: Cotangents, body: Body, launch: dict[str, Any], sums: int
-) -> Gradients:
+    call: Arguments, cotangents: Any, body: Body, launch: dict[str, Any], sums: int
+) -> tuple[jax.Array | None, ...]:
     """The backward pass, by a kernel that does `differentiate_block` for all rows.
 
-    For the gradients of weight and bias it leaves as many sums, each of some rows, as `sums` says.
+    For the gradients of weight and bias, which are of float32, it leaves as many sums, each of some
+    rows, as `sums` says.
     """
     dout, dsummed = cotangents
     inputs = _matrices(x=call.x, dout=dout, dsummed=dsummed, weight=call.weight)
@@ -48,13 +62,9 @@ def differentiate(
     kind = jax.ShapeDtypeStruct((sums, call.x.shape[-1]), jnp.float32)
     outputs = {"dx": inputs["x"]} | {n: kind for n, array in given.items() if array is not None}
     found = _run(body, inputs, outputs, name="norm_backward", **launch)
-    totals = (_total(found[name]) if name in found else None for name in given)
-    return Gradients(found["dx"].reshape(call.x.shape), *totals)
-
-
-def _total(rows: jax.Array) -> jax.Array:
-    """The sum of rows; of one row it is that, without a kernel of its own."""
-    return rows[0] if rows.shape[0] == 1 else jnp.sum(rows, axis=0)
+    dx = found.pop("dx").reshape(call.x.shape)
+    totals = {n: rows[0] if sums == 1 else jnp.sum(rows, axis=0) for n, rows in found.items()}
+    return dx, totals.get("dweight"), totals.get("dbias")
 
 
 def _matrices(**arrays: jax.Array | None) -> dict[str, jax.Array]:
@@ -82,61 +92,45 @@ def _run(
     return dict(zip(outputs, results, strict=True))
 
 
-def normalise_block(
-    call: Arguments, load: Load, store: Store, real: jax.Array | None = None
-) -> None:
-    """Write `out`, and `summed` if there is a residual.
-
-    `load` and `store` read and write a block of the array of a name. `real` says which columns of
-    the block are features, if not all are.
-    """
-    block = load("x")
+def normalise_block(call: Arguments, block: Block) -> None:
+    """Write `out`, and `summed` if there is a residual."""
+    x = block.load("x")
     if call.residual is not None:
-        block = block + load("residual")
-        store("summed", block)
-    values, rstd = _moments(call, block, real)
+        x = x + block.load("residual")
+        block.store("summed", x)
+    values, rstd = _moments(call, x, block.real)
     out = values * rstd
-    if (scale := _scale_of(call, load)) is not None:
-        out = out * scale
+    if call.weight is not None:
+        out = out * _scale(call, block)
     if call.bias is not None:
-        out = out + load("bias").astype(jnp.float32)
-    store("out", out)
+        out = out + block.load("bias").astype(jnp.float32)
+    block.store("out", out)
 
 
-def differentiate_block(
-    call: Arguments, load: Load, store: Store, real: jax.Array | None = None
-) -> dict[str, jax.Array]:
+def differentiate_block(call: Arguments, block: Block) -> dict[str, jax.Array]:
     """Write `dx`, and give what each row contributes to `dweight` and `dbias`, by name."""
-    values, rstd = _moments(call, load("x"), real)
-    gradient = load("dout").astype(jnp.float32)
-    scale = _scale_of(call, load)
-    scaled = gradient if scale is None else gradient * scale
+    values, rstd = _moments(call, block.load("x"), block.real)
+    gradient = block.load("dout").astype(jnp.float32)
+    scaled = gradient if call.weight is None else gradient * _scale(call, block)
     # Not the cube, which leaves float32 for rows of very small or large numbers.
     shrink = rstd * (rstd * (rstd * _mean(call, scaled * values)))
     dx = rstd * scaled - values * shrink
     if call.centered:
         dx = dx - rstd * _mean(call, scaled)
     if call.residual is not None:
-        dx = dx + load("dsummed").astype(jnp.float32)
-    store("dx", dx)
-    parts: dict[str, jax.Array] = {}
-    if call.weight is not None:
-        parts["dweight"] = gradient * values * rstd
-    if call.bias is not None:
-        parts["dbias"] = gradient
-    return parts
+        dx = dx + block.load("dsummed").astype(jnp.float32)
+    block.store("dx", dx)
+    parts = {} if call.weight is None else {"dweight": gradient * values * rstd}
+    return parts if call.bias is None else parts | {"dbias": gradient}
 
 
-def _scale_of(call: Arguments, load: Load) -> jax.Array | None:
-    """The factor of each feature, or None if there is none."""
-    return None if call.weight is None else load("weight").astype(jnp.float32) + call.weight_offset
+def _scale(call: Arguments, block: Block) -> jax.Array:
+    return block.load("weight").astype(jnp.float32) + call.weight_offset
 
 
-def _moments(
-    call: Arguments, block: jax.Array, real: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+def _moments(call: Arguments, x: jax.Array, real: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """The values (without their mean, if centered) and the factor that normalises them."""
-    values = block.astype(jnp.float32)
+    values = x.astype(jnp.float32)
     if call.centered:
         values = values - _mean(call, values)
         values = values if real is None else jnp.where(real, values, 0.0)

@@ -7,20 +7,18 @@ of weight and bias; the sums of all programs are added by XLA.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.ops import Implementation, Invocation, Limit, Limits
+from ejkernel.ops import Invocation, Limit
 
 from ..limits import COUNT, WARPS
 from ..sizes import next_power_of_two
 from . import pallas
-from .arguments import Arguments, rows_and_features
-from .passes import Cotangents, Gradients, Normalised, passes_of
-from .reference import Output
+from .arguments import Arguments, Output, rows_and_features
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,34 +32,52 @@ class NormGpuConfig:
       backward_num_warps: of such a program.
     """
 
-    block_m: int = 2
-    num_warps: int = 4
-    backward_block_m: int = 16
-    backward_num_warps: int = 4
+    block_m: Annotated[int, Limit(least=1, most=4096, power_of_two=True)] = 2
+    num_warps: Annotated[int, WARPS] = 4
+    backward_block_m: Annotated[int, COUNT] = 16
+    backward_num_warps: Annotated[int, WARPS] = 4
+
+    @classmethod
+    def heuristic(cls, inv: Invocation[Any, Any]) -> NormGpuConfig:
+        """Not measured: forward a tile of 2048 elements, backward 256 programs in all.
+
+        Every thread has about eight elements of a row.
+        """
+        rows, features = rows_and_features(inv.args[0])
+        width = next_power_of_two(features)
+        warps = min(16, max(1, width // 256))
+        return cls(max(1, 2048 // width), warps, -(-rows // 256), warps)
+
+    @classmethod
+    def space(cls, inv: Invocation[Any, Any]) -> list[NormGpuConfig]:
+        base = cls.heuristic(inv)
+        rows, walked = base.block_m, base.backward_block_m
+        blocks = [(rows, walked), (2 * rows, 2 * walked), (1, max(1, walked // 2))]
+        return [
+            cls(block_m, warps, backward_block_m, warps)
+            for block_m, backward_block_m in dict.fromkeys(blocks)
+            for warps in (1, 2, 4, 8, 16)
+            if warps * 32 <= max(32, inv.args[0].shape[-1])  # no thread without an element
+        ]
 
 
-def normalise(call: Arguments, cfg: NormGpuConfig, interpret: bool = False) -> Normalised:
+def normalise(call: Arguments, cfg: NormGpuConfig) -> tuple[Output, None]:
     """The output and, with a residual, the sum that was normalised."""
     from jax.experimental import pallas as pl
 
     shape = rows_and_features(call.x)
-    programs = pl.cdiv(shape[0], cfg.block_m)
 
     def body(refs: dict[str, Any]) -> None:
-        tile = _Tile(pl.program_id(0) * cfg.block_m, cfg.block_m, shape)
-        pallas.normalise_block(call, *_access(refs, tile), tile.real)
+        first = pl.program_id(0) * cfg.block_m
+        pallas.normalise_block(call, _Tile(refs, first, cfg.block_m, shape))
 
-    return pallas.normalise(call, body, _launch(programs, cfg.num_warps, interpret))
+    return pallas.normalise(call, body, _launch(pl.cdiv(shape[0], cfg.block_m), cfg.num_warps))
 
 
 def differentiate(
-    call: Arguments,
-    moments: None,
-    cotangents: Cotangents,
-    cfg: NormGpuConfig,
-    interpret: bool = False,
-) -> Gradients:
-    """The gradients; those of weight and bias in float32."""
+    call: Arguments, moments: None, cotangents: Any, cfg: NormGpuConfig
+) -> tuple[jax.Array | None, ...]:
+    """The gradients of `x`, weight and bias."""
     from jax.experimental import pallas as pl
 
     shape = rows_and_features(call.x)
@@ -69,100 +85,55 @@ def differentiate(
 
     def body(refs: dict[str, Any]) -> None:
         first = pl.program_id(0) * cfg.backward_block_m
-        mine = _Tile(pl.program_id(0), 1, (programs, shape[1]))
-        load, store = _access(refs, mine)
-        weight = None if call.weight is None else load("weight")
+        mine = _Tile(refs, pl.program_id(0), 1, (programs, shape[1]))
+        once = refs if call.weight is None else refs | {"weight": mine.load("weight")}
         names = [name for name in ("dweight", "dbias") if name in refs]
 
         def add_row(i: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            tile = _Tile(first + i, 1, shape)
-            load, store = _access(refs, tile, weight)
-            parts = pallas.differentiate_block(call, load, store, tile.real)
+            parts = pallas.differentiate_block(call, _Tile(once, first + i, 1, shape))
             return tuple(total + parts[n] for n, total in zip(names, totals, strict=True))
 
         zeros = jnp.zeros(mine.real.shape, jnp.float32)
         totals = lax.fori_loop(0, cfg.backward_block_m, add_row, (zeros,) * len(names))
         for name, total in zip(names, totals, strict=True):
-            store(name, total)
+            mine.store(name, total)
 
-    launch = _launch(programs, cfg.backward_num_warps, interpret)
+    launch = _launch(programs, cfg.backward_num_warps)
     return pallas.differentiate(call, cotangents, body, launch, sums=programs)
 
 
-class _Tile:
+class _Tile(pallas.Block):
     """Some rows and all features, padded to powers of two, as Triton wants its tiles."""
 
-    def __init__(self, first: Any, rows: int, shape: tuple[int, int]) -> None:
+    real: jax.Array
+
+    def __init__(self, refs: dict[str, Any], first: Any, rows: int, shape: tuple[int, int]) -> None:
+        super().__init__(refs)
         size = (rows, next_power_of_two(shape[1]))
         row, column = (lax.broadcasted_iota(jnp.int32, size, axis) for axis in (0, 1))
-        self.index = first + row, column
+        self._index = first + row, column
         self.real = column < shape[1]
-        self.mask = self.real & (self.index[0] < shape[0])
+        self._mask = self.real & (self._index[0] < shape[0])
 
+    def load(self, name: str) -> jax.Array:
+        from ..triton_blocks import load
 
-def _access(
-    refs: dict[str, Any], tile: _Tile, weight: jax.Array | None = None
-) -> tuple[pallas.Load, pallas.Store]:
-    from ..triton_blocks import load, store
-
-    def load_tile(name: str) -> jax.Array:
-        if name == "weight" and weight is not None:
-            return weight
+        ref = self.refs[name]
+        if isinstance(ref, jax.Array):  # loaded before
+            return ref
         if name in ("weight", "bias"):
-            column = lax.iota(jnp.int32, tile.real.shape[1])
-            return load(refs[name].at[0, column], column < refs[name].shape[1])[None, :]
-        return load(refs[name].at[*tile.index], tile.mask)
+            column = lax.iota(jnp.int32, self.real.shape[1])
+            return load(ref.at[0, column], column < ref.shape[1])[None, :]
+        return load(ref.at[*self._index], self._mask)
 
-    return load_tile, lambda name, values: store(refs[name].at[*tile.index], values, tile.mask)
+    def store(self, name: str, values: jax.Array) -> None:
+        from ..triton_blocks import store
+
+        store(self.refs[name].at[*self._index], values, self._mask)
 
 
-def _launch(programs: int, num_warps: int, interpret: bool) -> dict[str, Any]:
+def _launch(programs: int, num_warps: int) -> dict[str, Any]:
     from jax.experimental.pallas import triton as plgpu
 
     compiler_params = plgpu.CompilerParams(num_warps=num_warps, num_stages=1)
-    return {"grid": (programs,), "compiler_params": compiler_params, "interpret": interpret}
-
-
-def _heuristic(inv: Invocation[Any, Any]) -> NormGpuConfig:
-    """Not measured: forward a tile of 2048 elements, backward 256 programs in all.
-
-    Every thread has about eight elements of a row.
-    """
-    rows, features = rows_and_features(inv.args[0])
-    width = next_power_of_two(features)
-    warps = min(16, max(1, width // 256))
-    return NormGpuConfig(max(1, 2048 // width), warps, -(-rows // 256), warps)
-
-
-def _space(inv: Invocation[Any, Any]) -> list[NormGpuConfig]:
-    base = _heuristic(inv)
-    rows, walked = base.block_m, base.backward_block_m
-    return [
-        NormGpuConfig(block_m, warps, backward_block_m, warps)
-        for block_m, backward_block_m in dict.fromkeys(
-            [(rows, walked), (2 * rows, 2 * walked), (1, max(1, walked // 2))]
-        )
-        for warps in (1, 2, 4, 8, 16)
-        if warps * 32 <= max(32, inv.args[0].shape[-1])  # no thread without an element
-    ]
-
-
-def implementation(*, centered: bool) -> Implementation[NormGpuConfig, Output]:
-    """Layer norm if the values are centered, else RMS norm."""
-    return Implementation(
-        name="triton",
-        devices=("gpu",),
-        config=NormGpuConfig,
-        heuristic=_heuristic,
-        space=_space,
-        supports=pallas.SUPPORTS,
-        limits=Limits(
-            {
-                "block_m": Limit(least=1, most=4096, power_of_two=True),
-                "num_warps": WARPS,
-                "backward_block_m": COUNT,
-                "backward_num_warps": WARPS,
-            }
-        ),
-        **passes_of(normalise, differentiate, centered=centered),
-    )
+    return {"grid": (programs,), "compiler_params": compiler_params}

@@ -2,58 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from ..dtypes import accumulation_dtype
-
-Output = jax.Array | tuple[jax.Array, jax.Array]
-"""The output; with a residual, also the sum that was normalised."""
+from .arguments import Arguments, Output, per_feature
 
 
 def rms_norm_reference(
-    x: jax.Array,
-    weight: jax.Array | None = None,
-    *,
-    residual: jax.Array | None = None,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
+    x: jax.Array, weight: jax.Array | None = None, *, eps: float = 1e-6, **options: Any
 ) -> Output:
     r"""Root-mean-square normalisation of the last axis.
 
     .. math::
         o_j = \frac{x_j}{\sqrt{\tfrac{1}{d} \sum_l x_l^2 + \epsilon}} \; (w_j + \text{offset})
 
-    Args:
-        x: ``(..., d)``.
-        weight: ``(d,)``; without it nothing is multiplied.
-        residual: Shape and dtype of ``x``. Then ``x + residual``, in that dtype, is normalised.
-        eps: Added to the mean square.
-        weight_offset: Added to the weight.
-
-    Returns:
-        The output, in the dtype of ``x``, computed in float32 (float64 for float64); with
-        ``residual`` also the sum that was normalised.
+    Arguments and results are those of :func:`ejkernel.modules.rms_norm`.
 
     Example:
         >>> import jax.numpy as jnp
         >>> rms_norm_reference(jnp.array([1.0, 1.0, -1.0]), eps=0.0).tolist()
         [1.0, 1.0, -1.0]
     """
-    summed = x if residual is None else x + residual
-    values = summed.astype(accumulation_dtype(x.dtype))
-    out = _scaled(values, weight, eps, weight_offset).astype(x.dtype)
-    return out if residual is None else (out, summed)
+    return _normalised(Arguments(x, weight, eps=eps, centered=False, **options))
 
 
 def layer_norm_reference(
-    x: jax.Array,
-    weight: jax.Array | None = None,
-    *,
-    bias: jax.Array | None = None,
-    residual: jax.Array | None = None,
-    eps: float = 1e-5,
-    weight_offset: float = 0.0,
+    x: jax.Array, weight: jax.Array | None = None, *, eps: float = 1e-5, **options: Any
 ) -> Output:
     r"""Normalisation of the last axis to mean 0 and variance 1.
 
@@ -62,29 +39,25 @@ def layer_norm_reference(
         o_j = \frac{x_j - \mu}{\sqrt{\tfrac{1}{d} \sum_l (x_l - \mu)^2 + \epsilon}} \;
         (w_j + \text{offset}) + b_j
 
-    Arguments and results are those of :func:`rms_norm_reference`; ``bias``, ``(d,)``, is added.
+    Arguments and results are those of :func:`ejkernel.modules.layer_norm`; ``bias`` is a keyword.
 
     Example:
         >>> import jax.numpy as jnp
         >>> layer_norm_reference(jnp.array([4.0, 6.0]), eps=0.0).tolist()
         [-1.0, 1.0]
     """
-    summed = x if residual is None else x + residual
-    values = summed.astype(accumulation_dtype(x.dtype))
-    values = values - jnp.mean(values, axis=-1, keepdims=True)
-    out = _scaled(values, weight, eps, weight_offset)
-    if bias is not None:
-        out = out + jnp.expand_dims(bias.astype(out.dtype), tuple(range(out.ndim - 1)))
-    out = out.astype(x.dtype)
-    return out if residual is None else (out, summed)
+    return _normalised(Arguments(x, weight, eps=eps, centered=True, **options))
 
 
-def _scaled(
-    values: jax.Array, weight: jax.Array | None, eps: float, weight_offset: float
-) -> jax.Array:
-    """Values divided by the root of their mean square, times the weight."""
-    out = values / jnp.sqrt(jnp.mean(values**2, axis=-1, keepdims=True) + eps)
-    if weight is None:
-        return out
-    scale = weight.astype(out.dtype) + weight_offset
-    return out * jnp.expand_dims(scale, tuple(range(out.ndim - 1)))
+def _normalised(call: Arguments) -> Output:
+    summed = call.x if call.residual is None else call.x + call.residual
+    values = summed.astype(accumulation_dtype(call.x.dtype))
+    if call.centered:
+        values = values - jnp.mean(values, axis=-1, keepdims=True)
+    out = values / jnp.sqrt(jnp.mean(values**2, axis=-1, keepdims=True) + call.eps)
+    if call.weight is not None:
+        out = out * per_feature(call.weight.astype(out.dtype) + call.weight_offset, out)
+    if call.bias is not None:
+        out = out + per_feature(call.bias.astype(out.dtype), out)
+    out = out.astype(call.x.dtype)
+    return out if call.residual is None else (out, summed)

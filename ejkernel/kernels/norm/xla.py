@@ -27,20 +27,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.ops import Implementation, Invocation, Limits, device_kind
+from ejkernel.ops import Invocation, device_kind
 
 from ..dtypes import accumulation_dtype
 from ..limits import COUNT
 from ..row_blocks import in_row_blocks
-from .arguments import Arguments, rows_and_features
-from .passes import Cotangents, Gradients, Normalised, passes_of
-from .reference import Output
+from .arguments import Arguments, Output, per_feature, rows_and_features
+
+Moments = tuple[jax.Array | None, jax.Array]
+"""The mean of each row, of layer norm only, and its factor, each `(..., 1)`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,17 +51,31 @@ class NormXlaConfig:
     In blocks, the array between its two steps stays in the cache and takes no memory.
     """
 
-    backward_block_m: int = 256
+    backward_block_m: Annotated[int, COUNT] = 256
+
+    @classmethod
+    def heuristic(cls, inv: Invocation[Any, Any]) -> NormXlaConfig:
+        """Blocks where arrays are larger than a CPU's caches; other devices have none of that kind.
+
+        From interleaved timings (16 to 16,384 rows of 256 to 4096 features, two Zen 3 cores):
+        blocks are worth their loop when the arrays are larger than the caches; 8 million elements
+        take 0.8 to 1.0 of the time then. Up to 3 million, one block takes 0.65 to 0.95 of the time
+        of several; with 4 million it was anything between 0.7 and 1.4. Blocks of 128 to 512
+        thousand elements are equally good.
+        """
+        rows, features = rows_and_features(inv.args[0])
+        if device_kind() != "cpu" or rows * features <= 3 * 2**20:
+            return cls(rows)
+        return cls(min(rows, max(8, 2**18 // features)))
+
+    @classmethod
+    def space(cls, inv: Invocation[Any, Any]) -> list[NormXlaConfig]:
+        rows, features = rows_and_features(inv.args[0])
+        sizes = (min(rows, max(8, size)) for size in (2**17 // features, 2**19 // features, rows))
+        return [cls(size) for size in dict.fromkeys(sizes)]
 
 
-class Moments(NamedTuple):
-    """What the backward pass needs of the forward pass, per row: `(..., 1)`."""
-
-    mean: jax.Array | None  # of layer norm only
-    rstd: jax.Array
-
-
-def normalise(call: Arguments, cfg: NormXlaConfig) -> Normalised:
+def normalise(call: Arguments, cfg: NormXlaConfig) -> tuple[Output, Moments]:
     """The output and the moments; nothing is reshaped, because leading axes may be sharded."""
     summed = call.x if call.residual is None else call.x + call.residual
     values = summed.astype(accumulation_dtype(call.x.dtype))
@@ -69,17 +84,17 @@ def normalise(call: Arguments, cfg: NormXlaConfig) -> Normalised:
     rstd = lax.rsqrt(_mean(values * values, call.feature_axes) + call.eps)
     out = values * rstd
     if (scale := _scale_of(call)) is not None:
-        out = out * _per_feature(scale, out)
+        out = out * per_feature(scale, out)
     if call.bias is not None:
-        out = out + _per_feature(call.bias.astype(values.dtype), out)
+        out = out + per_feature(call.bias.astype(values.dtype), out)
     out = out.astype(call.x.dtype)
-    return Normalised(out, None if call.residual is None else summed, Moments(mean, rstd))
+    return out if call.residual is None else (out, summed), (mean, rstd)
 
 
 def differentiate(
-    call: Arguments, moments: Moments, cotangents: Cotangents, cfg: NormXlaConfig
-) -> Gradients:
-    """The gradients; those of weight and bias in the dtype of the accumulation."""
+    call: Arguments, moments: Moments, cotangents: Any, cfg: NormXlaConfig
+) -> tuple[jax.Array | None, ...]:
+    """The gradients of `x`, weight and bias; the last two in the dtype of the accumulation."""
     dout, dsummed = cotangents
     rows, columns = rows_and_features(call.x)
     features = columns * _parts(call.feature_axes)
@@ -87,16 +102,16 @@ def differentiate(
 
     def compute(x: jax.Array, dout: jax.Array, moments: Moments) -> tuple[jax.Array, Any]:
         gradient = dout.astype(accumulation_dtype(x.dtype))
-        values, rstd = x.astype(gradient.dtype), moments.rstd
-        if moments.mean is not None:
-            values = values - moments.mean
+        values, (mean, rstd) = x.astype(gradient.dtype), moments
+        if mean is not None:
+            values = values - mean
         product = gradient * values
         # One after the other: the cube alone leaves float32 for rows below 1e-13 and above 1e12.
         average = _row_sums(product, scale, call.feature_axes) / features
         shrink = rstd * (rstd * (rstd * average))
-        scaled = gradient if scale is None else gradient * _per_feature(scale, gradient)
+        scaled = gradient if scale is None else gradient * per_feature(scale, gradient)
         dx = rstd * scaled - values * shrink
-        if moments.mean is not None:
+        if mean is not None:
             dx = dx - (rstd / features) * _row_sums(gradient, scale, call.feature_axes)
         factors = rstd[..., 0]
         dweight = None if call.weight is None else _column_sums(factors, product)
@@ -110,7 +125,7 @@ def differentiate(
         flat = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), arrays)
         dx, sums = in_row_blocks(compute, flat, cfg.backward_block_m, like=call.weight)
         dx = dx.reshape(call.x.shape)
-    return Gradients(dx if dsummed is None else (dx + dsummed).astype(dx.dtype), *sums)
+    return dx if dsummed is None else (dx + dsummed).astype(dx.dtype), *sums
 
 
 def _scale_of(call: Arguments) -> jax.Array | None:
@@ -119,11 +134,6 @@ def _scale_of(call: Arguments) -> jax.Array | None:
         return None
     scale = call.weight.astype(accumulation_dtype(call.x.dtype))
     return scale + call.weight_offset if call.weight_offset else scale
-
-
-def _per_feature(numbers: jax.Array, like: jax.Array) -> jax.Array:
-    """One number per feature with as many axes as the rows have."""
-    return jnp.expand_dims(numbers, tuple(range(like.ndim - 1)))
 
 
 def _row_sums(
@@ -153,36 +163,3 @@ def _column_sums(factors: jax.Array, matrix: jax.Array) -> jax.Array:
     leading = tuple(range(factors.ndim))
     contracted = ((leading, leading), ((), ()))
     return lax.dot_general(factors, matrix, contracted, precision=lax.Precision.HIGHEST)
-
-
-def _heuristic(inv: Invocation[Any, Any]) -> NormXlaConfig:
-    """Blocks where arrays are larger than a CPU's caches; other devices have none of that kind.
-
-    From interleaved timings (16 to 16,384 rows of 256 to 4096 features, two Zen 3 cores): blocks
-    are worth their loop when the arrays are larger than the caches; 8 million elements take 0.8 to
-    1.0 of the time then. Up to 3 million, one block takes 0.65 to 0.95 of the time of several; with
-    4 million it was anything between 0.7 and 1.4. Blocks of 128 to 512 thousand elements are
-    equally good.
-    """
-    rows, features = rows_and_features(inv.args[0])
-    if device_kind() != "cpu" or rows * features <= 3 * 2**20:
-        return NormXlaConfig(rows)
-    return NormXlaConfig(min(rows, max(8, 2**18 // features)))
-
-
-def _space(inv: Invocation[Any, Any]) -> list[NormXlaConfig]:
-    rows, features = rows_and_features(inv.args[0])
-    sizes = (min(rows, max(8, size)) for size in (2**17 // features, 2**19 // features, rows))
-    return [NormXlaConfig(size) for size in dict.fromkeys(sizes)]
-
-
-def implementation(*, centered: bool) -> Implementation[NormXlaConfig, Output]:
-    """Layer norm if the values are centered, else RMS norm."""
-    return Implementation(
-        name="xla",
-        config=NormXlaConfig,
-        heuristic=_heuristic,
-        space=_space,
-        limits=Limits({"backward_block_m": COUNT}),
-        **passes_of(normalise, differentiate, centered=centered),
-    )

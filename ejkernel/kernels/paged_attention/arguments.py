@@ -99,13 +99,32 @@ class Arguments:
         return jnp.tile(sinks.reshape(self.k_pages.shape[2], -1), (1, self.q.shape[1]))
 
 
+def hidden_score(dtype: Any = np.float32) -> float:
+    """The score of a key that a query does not see; `dtype` is that of the sums.
+
+    It is finite, because -inf - -inf is NaN, and below every score there may be.
+    """
+    return float(np.finfo(dtype).min)
+
+
+def lowest_maximum(dtype: Any = np.float32) -> float:
+    """What the maximum of a row starts with.
+
+    Above hidden scores, so that their exponential is exactly zero even in a row that has seen no
+    key yet.
+    """
+    return hidden_score(dtype) / 2
+
+
+HIDDEN_SCORE, LOWEST_MAXIMUM = hidden_score(), lowest_maximum()
+
+
 def checked(
-    q: Any, k_pages: Any, v_pages: Any, page_table: Any, lengths: Any, **options: Any
+    q: Any, k_pages: Any, v_pages: Any, page_table: Any, lengths: Any, *options: Any
 ) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
     """The arguments and keywords of the kernel from those of a user; errors name what is wrong."""
-    q = checked_floating(_NAME, "q", q)
-    k_pages = checked_floating(_NAME, "k_pages", k_pages)
-    v_pages = checked_floating(_NAME, "v_pages", v_pages)
+    floating = {"q": q, "k_pages": k_pages, "v_pages": v_pages}
+    q, k_pages, v_pages = (checked_floating(_NAME, name, x) for name, x in floating.items())
     page_table = checked_integers(_NAME, "page_table", page_table)
     lengths = checked_integers(_NAME, "lengths", lengths)
     _check_arrays(q, k_pages, v_pages)
@@ -114,7 +133,7 @@ def checked(
     page_table = to_int32(page_table, 0, k_pages.shape[0] - 1)
     lengths = to_int32(lengths, 0, longest)
     arrays = (q, k_pages, v_pages, page_table, lengths)
-    return arrays, _checked_options(q, longest=longest, **options)
+    return arrays, _checked_options(q, longest, *options)
 
 
 def _check_arrays(q: Any, k_pages: Any, v_pages: Any) -> None:
@@ -174,7 +193,7 @@ def _check_table(q: Any, k_pages: Any, page_table: Any, lengths: Any) -> None:
 
 
 def _checked_options(
-    q: Any, *, softmax_scale: Any, window: Any, logits_soft_cap: Any, sinks: Any, longest: int
+    q: Any, longest: int, softmax_scale: Any, window: Any, logits_soft_cap: Any, sinks: Any
 ) -> dict[str, Any]:
     """The options that are given, as the kernel takes them."""
     scale = q.shape[-1] ** -0.5

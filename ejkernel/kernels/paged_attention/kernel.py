@@ -53,17 +53,10 @@ class PagedAttention(Kernel[Any, jax.Array]):
         batch, per_sequence = table.shape
         pages, page_size = k_pages.shape[:2]
         order = jax.random.permutation(next(keys), max(pages, batch * per_sequence)) % pages
-        longest = per_sequence * page_size
+        order = order[: batch * per_sequence].reshape(table.shape).astype(table.dtype)
         # Half to whole, and one whole: an average that does not depend on the draw.
-        share = 1.0 - 0.5 * jnp.arange(batch) / batch
-        args = (
-            normal(q),
-            normal(k_pages),
-            normal(v_pages),
-            order[: batch * per_sequence].reshape(batch, per_sequence).astype(table.dtype),
-            jnp.maximum(share * longest, 1).astype(lengths.dtype),
-        )
-        kwargs = dict(inv.kwargs)
-        if kwargs.get("sinks") is not None:
-            kwargs["sinks"] = normal(kwargs["sinks"])
-        return args, kwargs
+        used = (1.0 - 0.5 * jnp.arange(batch) / batch) * (per_sequence * page_size)
+        used = jnp.maximum(used, 1).astype(lengths.dtype)
+        args = (*map(normal, (q, k_pages, v_pages)), order, used)
+        sinks = {n: normal(x) for n, x in inv.kwargs.items() if n == "sinks" and x is not None}
+        return args, {**inv.kwargs, **sinks}

@@ -9,26 +9,23 @@ out to `num_key_splits` programs, whose results are put together afterwards by t
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.ops import Implementation, Invocation, Limit, Limits, Supports
+from ejkernel.ops import Invocation, Limit, Supports
 
-from ..limits import launch
-from ..promotion import usual_promotion
+from ..limits import STAGES, WARPS
 from ..sizes import next_power_of_two
-from .arguments import Arguments
-from .gradient import passes_of
-from .hidden import hidden_score, lowest_maximum
+from .arguments import HIDDEN_SCORE, LOWEST_MAXIMUM, Arguments
+from .reference import implementation
 
 _SMALLEST_BLOCK = 16  # of Triton's matrix products
 _MOST_ROWS = 128
+_SHARE = Limit(least=1, most=1024)
 _MOST_FEATURES = 256
-_HIDDEN_SCORE = hidden_score()
-_LOWEST_MAXIMUM = lowest_maximum()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,21 +39,34 @@ class PagedAttentionGpuConfig:
       num_stages: blocks that are loaded ahead, and the one at hand.
     """
 
-    block_k: int = 64
-    num_key_splits: int = 8
-    num_warps: int = 4
-    num_stages: int = 2
+    block_k: Annotated[int, _SHARE] = 64
+    num_key_splits: Annotated[int, _SHARE] = 8
+    num_warps: Annotated[int, WARPS] = 4
+    num_stages: Annotated[int, STAGES] = 2
+
+    @classmethod
+    def heuristic(cls, inv: Invocation[Any, Any]) -> PagedAttentionGpuConfig:
+        """Two programs for each of about 128 multiprocessors, no split below two blocks."""
+        q, k_pages, _, table = inv.args[:4]
+        wanted = -(-256 // (q.shape[0] * k_pages.shape[2]))
+        longest = k_pages.shape[1] * table.shape[1]
+        return cls(num_key_splits=max(1, min(wanted, longest // 128, 32)))
+
+    @classmethod
+    def space(cls, inv: Invocation[Any, Any]) -> list[PagedAttentionGpuConfig]:
+        splits = cls.heuristic(inv).num_key_splits
+        return [
+            cls(block_k, num_key_splits, num_warps)
+            for num_key_splits in sorted({max(1, splits // 2), splits, splits * 2})
+            for block_k, num_warps in ((32, 2), (64, 4), (128, 4))
+        ]
 
 
-@usual_promotion
-def forward(
-    *args: jax.Array, cfg: PagedAttentionGpuConfig, interpret: bool = False, **options: Any
-) -> jax.Array:
+def attend(call: Arguments, cfg: PagedAttentionGpuConfig) -> jax.Array:
     """What `paged_attention_reference` gives."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
 
-    call = Arguments.of(*args, **options)
     batch, tokens, heads, head_dim = call.q.shape
     pages, page_size, kv_heads, value_dim = call.v_pages.shape
     group, per_sequence = heads // kv_heads, call.page_table.shape[1]
@@ -92,7 +102,7 @@ def forward(
             scores = plgpu.dot(q_rows, tile(k_ref, head_dim, q_width).T) * call.softmax_scale
             column = j * block + lax.broadcasted_iota(jnp.int32, (block_rows, block), 1)
             scores = jnp.where(
-                call.visible(column, position), call.capped(scores, _tanh), _HIDDEN_SCORE
+                call.visible(column, position), call.capped(scores, _tanh), HIDDEN_SCORE
             )
             before, largest = largest, jnp.maximum(largest, jnp.max(scores, axis=1))
             shrink = jnp.exp(before - largest)
@@ -108,7 +118,7 @@ def forward(
         share = lax.div(end - first + (splits - 1), jnp.int32(splits))
         begin = first + split * share
         start = (
-            jnp.full((block_rows,), _LOWEST_MAXIMUM, jnp.float32),
+            jnp.full((block_rows,), LOWEST_MAXIMUM, jnp.float32),
             jnp.zeros((block_rows,), jnp.float32),
             jnp.zeros((block_rows, v_width), jnp.float32),
         )
@@ -119,7 +129,7 @@ def forward(
         total = jnp.where(real, total, 1.0)
         out_mask = _inside((block_rows, v_width), rows, value_dim)
         plgpu.store(out_ref, (weighted / total[:, None]).astype(out_ref.dtype), mask=out_mask)
-        lse = jnp.where(real, largest + jnp.log(total), _HIDDEN_SCORE)
+        lse = jnp.where(real, largest + jnp.log(total), HIDDEN_SCORE)
         plgpu.store(lse_ref, lse, mask=lax.broadcasted_iota(jnp.int32, (block_rows,), 0) < rows)
 
     def cache(width: int) -> Any:
@@ -143,7 +153,6 @@ def forward(
         ],
         out_shape=[parts, jax.ShapeDtypeStruct(parts.shape[:-1], jnp.float32)],
         compiler_params=plgpu.CompilerParams(num_warps=cfg.num_warps, num_stages=cfg.num_stages),
-        interpret=interpret,
         name="paged_attention",
     )(call.rows_of_key_heads(), call.k_pages, call.v_pages, call.page_table, call.lengths)
     return call.from_rows(_joined(out, lse, call.sink_rows()))
@@ -154,7 +163,7 @@ def _joined(out: jax.Array, lse: jax.Array, sink: jax.Array | None) -> jax.Array
     largest = jnp.max(lse, axis=0)
     if sink is not None:
         largest = jnp.maximum(largest, sink)
-    weights = jnp.where(lse <= _LOWEST_MAXIMUM, 0.0, jnp.exp(lse - largest))
+    weights = jnp.where(lse <= LOWEST_MAXIMUM, 0.0, jnp.exp(lse - largest))
     total = jnp.sum(weights, axis=0)
     empty = total == 0.0
     if sink is not None:
@@ -199,33 +208,10 @@ def _features_fit(inv: Invocation[Any, Any]) -> str | None:
     return None
 
 
-def _heuristic(inv: Invocation[Any, Any]) -> PagedAttentionGpuConfig:
-    """Two programs for each of about 128 multiprocessors, and no split shorter than two blocks."""
-    q, k_pages, _, table = inv.args[:4]
-    wanted = -(-256 // (q.shape[0] * k_pages.shape[2]))
-    longest = k_pages.shape[1] * table.shape[1]
-    return PagedAttentionGpuConfig(num_key_splits=max(1, min(wanted, longest // 128, 32)))
-
-
-def _space(inv: Invocation[Any, Any]) -> list[PagedAttentionGpuConfig]:
-    splits = _heuristic(inv).num_key_splits
-    return [
-        PagedAttentionGpuConfig(block_k, num_key_splits, num_warps)
-        for num_key_splits in sorted({max(1, splits // 2), splits, splits * 2})
-        for block_k, num_warps in ((32, 2), (64, 4), (128, 4))
-    ]
-
-
-PALLAS_GPU: Implementation[PagedAttentionGpuConfig, jax.Array] = Implementation(
+PALLAS_GPU = implementation(
+    attend,
     name="triton",
     devices=("gpu",),
     config=PagedAttentionGpuConfig,
-    heuristic=_heuristic,
-    space=_space,
     supports=Supports(dtypes=("float32", "bfloat16", "float16"), rules=(_rows_fit, _features_fit)),
-    limits=Limits(
-        {"block_k": Limit(least=1, most=1024), "num_key_splits": Limit(least=1, most=1024)}
-        | launch("")
-    ),
-    **passes_of(forward),
 )

@@ -13,41 +13,50 @@ and needs no strided reads.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.ops import Implementation, Invocation, Limit, Limits, Supports
+from ejkernel.ops import Invocation, Limit, Supports
 
-from ..promotion import usual_promotion
-from .arguments import Arguments
-from .gradient import passes_of
-from .hidden import hidden_score, lowest_maximum
+from ..dot import dot
+from .arguments import HIDDEN_SCORE, LOWEST_MAXIMUM, Arguments
+from .reference import implementation
 
 _LANES = 128
 _MOST_ROWS = 1024
-_HIDDEN_SCORE = hidden_score()
-_LOWEST_MAXIMUM = lowest_maximum()
 
 
 @dataclasses.dataclass(frozen=True)
 class PagedAttentionTpuConfig:
     """How many pages a step of the grid works on, each an operand of its own."""
 
-    pages_per_step: int = 16
+    pages_per_step: Annotated[int, Limit(least=1, most=64)] = 16
+
+    @classmethod
+    def heuristic(cls, inv: Invocation[Any, Any]) -> PagedAttentionTpuConfig:
+        """Not measured: a step's fixed cost is about that of fetching 256 keys."""
+        return cls(_pages_for(256, inv))
+
+    @classmethod
+    def space(cls, inv: Invocation[Any, Any]) -> list[PagedAttentionTpuConfig]:
+        steps = {_pages_for(keys, inv) for keys in (16, 64, 128, 256, 512)}
+        return [cls(step) for step in sorted(steps)]
 
 
-@usual_promotion
-def forward(
-    *args: jax.Array, cfg: PagedAttentionTpuConfig, interpret: bool = False, **options: Any
-) -> jax.Array:
+def _pages_for(keys: int, inv: Invocation[Any, Any]) -> int:
+    """Pages that hold about so many keys."""
+    page_size, per_sequence = inv.args[1].shape[1], inv.args[3].shape[1]
+    return int(max(1, min(keys // page_size, per_sequence, 16)))
+
+
+def attend(call: Arguments, cfg: PagedAttentionTpuConfig) -> jax.Array:
     """What `paged_attention_reference` gives."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    call = Arguments.of(*args, **options)
     batch, tokens, heads, head_dim = call.q.shape
     pages, page_size, kv_heads, _ = call.k_pages.shape
     value_dim = call.v_pages.shape[3]
@@ -57,12 +66,6 @@ def forward(
     if call.window is not None:  # a window and the tokens themselves touch so many pages at most
         most_pages = min(most_pages, (call.window + tokens + page_size - 2) // page_size + 1)
     steps = -(-most_pages // per_step)
-
-    def page_at(b: Any, step: Any, offset: int, table: Any, lengths: Any) -> tuple[Any, ...]:
-        last = lax.div(jnp.maximum(lengths[b] - 1, 0), jnp.int32(page_size))
-        first = call.first_block(lengths[b], page_size)
-        page = jnp.minimum(first + step * per_step + offset, last)
-        return table[b, page], 0, 0
 
     def kernel(table: Any, lengths_ref: Any, q_ref: Any, *refs: Any) -> None:
         del table
@@ -75,12 +78,12 @@ def forward(
 
         @pl.when(step == 0)
         def start() -> None:
-            largest_ref[...] = jnp.full_like(largest_ref, _LOWEST_MAXIMUM)
+            largest_ref[...] = jnp.full_like(largest_ref, LOWEST_MAXIMUM)
             total_ref[...] = jnp.zeros_like(total_ref)
             weighted_ref[...] = jnp.zeros_like(weighted_ref)
 
         def scores_of(k: Any, begin: Any) -> Any:
-            scores = call.capped(_dot(q_ref[0], k, transposed=True) * call.softmax_scale)
+            scores = call.capped(dot(q_ref[0], k, (1, 1)) * call.softmax_scale)
             row = lax.broadcasted_iota(jnp.int32, scores.shape, 0)
             column = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
             key = begin + lax.div(column, jnp.int32(kv_heads))
@@ -89,7 +92,7 @@ def forward(
             if kv_heads > 1:
                 head = lax.rem(row, jnp.int32(heads))
                 visible &= lax.rem(column, jnp.int32(kv_heads)) == lax.div(head, jnp.int32(group))
-            return jnp.where(visible, scores, _HIDDEN_SCORE)
+            return jnp.where(visible, scores, HIDDEN_SCORE)
 
         def only_own(values: Any, begin: Any) -> Any:
             """Zeros from the sequence's end on: there may be NaN, which no weight would hide."""
@@ -110,7 +113,7 @@ def forward(
                 weights = jnp.exp(part - largest)
                 total += jnp.sum(weights, axis=1, keepdims=True)
                 values = only_own(v_ref[0], first_key + i * page_size)
-                weighted += _dot(weights.astype(v_ref.dtype), values, transposed=False)
+                weighted += dot(weights.astype(v_ref.dtype), values, (1, 0))
             largest_ref[...] = jnp.broadcast_to(largest, largest_ref.shape)
             total_ref[...] = jnp.broadcast_to(total, total_ref.shape)
             weighted_ref[...] = weighted
@@ -128,10 +131,13 @@ def forward(
             out_ref[0] = (weighted * share).astype(out_ref.dtype)
 
     def page_spec(offset: int, features: int) -> Any:
-        return pl.BlockSpec(
-            (1, columns, features),
-            lambda b, step, table, lengths: page_at(b, step, offset, table, lengths),
-        )
+        def page_at(b: Any, step: Any, table: Any, lengths: Any) -> tuple[Any, ...]:
+            last = lax.div(jnp.maximum(lengths[b] - 1, 0), jnp.int32(page_size))
+            first = call.first_block(lengths[b], page_size)
+            page = jnp.minimum(first + step * per_step + offset, last)
+            return table[b, page], 0, 0
+
+        return pl.BlockSpec((1, columns, features), page_at)
 
     def row_spec(features: int) -> Any:
         return pl.BlockSpec((1, rows, features), lambda b, step, table, lengths: (b, 0, 0))
@@ -141,8 +147,7 @@ def forward(
     operands = [call.q.reshape(batch, rows, head_dim), *[keys] * per_step, *[values] * per_step]
     in_specs = [
         row_spec(head_dim),
-        *(page_spec(i, head_dim) for i in range(per_step)),
-        *(page_spec(i, value_dim) for i in range(per_step)),
+        *(page_spec(i, size) for size in (head_dim, value_dim) for i in range(per_step)),
     ]
     if call.sinks is not None:
         operands.append(jnp.tile(call.sinks.astype(jnp.float32), tokens)[:, None])
@@ -155,22 +160,14 @@ def forward(
             in_specs=in_specs,
             out_specs=row_spec(value_dim),
             scratch_shapes=[
-                pltpu.VMEM((rows, _LANES), jnp.float32),
-                pltpu.VMEM((rows, _LANES), jnp.float32),
-                pltpu.VMEM((rows, value_dim), jnp.float32),
+                pltpu.VMEM((rows, size), jnp.float32) for size in (_LANES, _LANES, value_dim)
             ],
         ),
         out_shape=jax.ShapeDtypeStruct((batch, rows, value_dim), call.q.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        interpret=interpret,
         name="paged_attention",
     )(call.page_table, call.lengths, *operands)
     return out.reshape(batch, tokens, heads, value_dim)
-
-
-def _dot(a: Any, b: Any, *, transposed: bool) -> Any:
-    dimensions = (((1,), (1 if transposed else 0,)), ((), ()))
-    return lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
 
 
 def _rows_fit(inv: Invocation[Any, Any]) -> str | None:
@@ -181,29 +178,10 @@ def _rows_fit(inv: Invocation[Any, Any]) -> str | None:
     return f"q has {tokens} tokens of {heads} heads, and at most {_MOST_ROWS} rows are supported"
 
 
-def _pages_for(keys: int, inv: Invocation[Any, Any]) -> int:
-    """Pages that hold about so many keys."""
-    page_size, per_sequence = inv.args[1].shape[1], inv.args[3].shape[1]
-    return int(max(1, min(keys // page_size, per_sequence, 16)))
-
-
-def _heuristic(inv: Invocation[Any, Any]) -> PagedAttentionTpuConfig:
-    """Not measured: a step's fixed cost is about that of fetching 256 keys."""
-    return PagedAttentionTpuConfig(_pages_for(256, inv))
-
-
-def _space(inv: Invocation[Any, Any]) -> list[PagedAttentionTpuConfig]:
-    steps = {_pages_for(keys, inv) for keys in (16, 64, 128, 256, 512)}
-    return [PagedAttentionTpuConfig(step) for step in sorted(steps)]
-
-
-PALLAS_TPU: Implementation[PagedAttentionTpuConfig, jax.Array] = Implementation(
+PALLAS_TPU = implementation(
+    attend,
     name="pallas",
     devices=("tpu",),
     config=PagedAttentionTpuConfig,
-    heuristic=_heuristic,
-    space=_space,
     supports=Supports(dtypes=("float32", "bfloat16"), rules=(_rows_fit,)),
-    limits=Limits({"pages_per_step": Limit(least=1, most=64)}),
-    **passes_of(forward),
 )

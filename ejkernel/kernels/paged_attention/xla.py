@@ -5,27 +5,25 @@ once more, used or not. Here an outer loop walks over the sequences and an inner
 that each one has, with an online softmax. A step of one page slices it out of the cache, and XLA's
 product reads the slice in place. A step of several gathers them first, which pays off where pages
 are small; and where the whole cache is small, one step that gathers everything is fastest:
-`_heuristic`.
+`PagedAttentionXlaConfig.heuristic`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.ops import Implementation, Invocation, Limits
+from ejkernel.ops import Invocation
 
 from ..dtypes import accumulation_dtype
 from ..limits import COUNT
-from ..promotion import usual_promotion
 from ..slicing import take_in_dim, take_rows
-from .arguments import Arguments
-from .gradient import passes_of
-from .hidden import hidden_score, lowest_maximum
+from .arguments import Arguments, hidden_score, lowest_maximum
+from .reference import implementation
 
 _GATHERED_AT_ONCE = 2**20  # bytes of keys, in float32
 
@@ -37,13 +35,45 @@ class PagedAttentionXlaConfig:
     If those are all that a sequence may have, all sequences are worked on together.
     """
 
-    pages_per_step: int = 1
+    pages_per_step: Annotated[int, COUNT] = 1
+
+    @classmethod
+    def heuristic(cls, inv: Invocation[Any, Any]) -> PagedAttentionXlaConfig:
+        """One page, with a few exceptions.
+
+        From interleaved timings (two Zen 3 cores), versus one page at a time: four pages with 8 KiB
+        of keys took 0.7 to 0.97 of the time, eight of 4 KiB 0.75 to 1.0, but two of 16 KiB up to
+        1.5 and four of 64 KiB 1.4. Where a key head has a single query, two pages of 64 keys took
+        0.65 to 0.75. All such small pages of all sequences at once took 0.82 and 0.93 of the time
+        of a few at a time with 0.5 and 1 MiB of keys; 1.7 with 2 MiB of which sequences used a
+        half.
+        """
+        q, k_pages, _, table = inv.args[:4]
+        (batch, tokens, heads, _), per_sequence = q.shape, table.shape[1]
+        _, page_size, kv_heads, head_dim = k_pages.shape
+        page_bytes = max(1, 4 * page_size * kv_heads * head_dim)
+        small = 2**15 // page_bytes
+        if tokens * heads == kv_heads and page_size >= 64:
+            pages = 2
+        elif small < 4:
+            pages = 1
+        elif batch * per_sequence * page_bytes <= _GATHERED_AT_ONCE:
+            pages = per_sequence
+        else:
+            pages = min(small, 8)
+        return cls(min(pages, per_sequence))
+
+    @classmethod
+    def space(cls, inv: Invocation[Any, Any]) -> list[PagedAttentionXlaConfig]:
+        per_sequence = inv.args[3].shape[1]
+        steps = [pages for pages in (1, 2, 4, 8) if pages < per_sequence]
+        # All pages of all sequences are worth trying only where few of them may be unused.
+        all_of_them = [per_sequence] if per_sequence <= 64 else []
+        return [cls(pages) for pages in (*steps, *all_of_them)]
 
 
-@usual_promotion
-def forward(*args: jax.Array, cfg: PagedAttentionXlaConfig, **options: Any) -> jax.Array:
+def attend(call: Arguments, cfg: PagedAttentionXlaConfig) -> jax.Array:
     """What `paged_attention_reference` gives."""
-    call = Arguments.of(*args, **options)
     k_pages, v_pages, lengths = call.k_pages, call.v_pages, call.lengths
     (batch, tokens, heads, _), (_, page_size, kv_heads, _) = call.q.shape, k_pages.shape
     group, value_dim = heads // kv_heads, v_pages.shape[3]
@@ -76,7 +106,7 @@ def forward(*args: jax.Array, cfg: PagedAttentionXlaConfig, **options: Any) -> j
         values = only_seen(tile(v_pages, numbers), 0, length)
         return _Softmax.start(q_rows, value_dim).add(found, values).finish(sink)
 
-    def attend(sequence: jax.Array) -> jax.Array:
+    def attend_in_steps(sequence: jax.Array) -> jax.Array:
         length, q_rows = lengths[sequence], rows[sequence]
 
         def add_pages(j: jax.Array, softmax: _Softmax, *, last: bool = False) -> _Softmax:
@@ -98,7 +128,7 @@ def forward(*args: jax.Array, cfg: PagedAttentionXlaConfig, **options: Any) -> j
     if table.shape[1] == step:
         out = jax.vmap(attend_at_once)(rows, table, lengths)
     else:
-        out = lax.map(attend, jnp.arange(batch, dtype=jnp.int32))
+        out = lax.map(attend_in_steps, jnp.arange(batch, dtype=jnp.int32))
     return call.from_rows(out)
 
 
@@ -112,11 +142,8 @@ class _Softmax(NamedTuple):
     @staticmethod
     def start(q_rows: jax.Array, value_dim: int) -> _Softmax:
         zeros = jnp.zeros_like(q_rows[..., :1])
-        return _Softmax(
-            zeros + lowest_maximum(zeros.dtype),
-            zeros,
-            jnp.broadcast_to(zeros, (*zeros.shape[:2], value_dim)),
-        )
+        largest = zeros + lowest_maximum(zeros.dtype)
+        return _Softmax(largest, zeros, jnp.broadcast_to(zeros, (*zeros.shape[:2], value_dim)))
 
     def add(self, scores: jax.Array, values: jax.Array) -> _Softmax:
         largest = jnp.maximum(self.largest, jnp.max(scores, axis=-1, keepdims=True))
@@ -137,44 +164,4 @@ class _Softmax(NamedTuple):
         return jnp.where(empty, 0.0, weighted / jnp.where(empty, 1.0, total))
 
 
-def _heuristic(inv: Invocation[Any, Any]) -> PagedAttentionXlaConfig:
-    """One page, with a few exceptions.
-
-    From interleaved timings (two Zen 3 cores), beside one page at a time: four pages with 8 KiB of
-    keys took 0.7 to 0.97 of the time, eight of 4 KiB 0.75 to 1.0, but two of 16 KiB up to 1.5 and
-    four of 64 KiB 1.4. Where a key head has a single query, two pages of 64 keys took 0.65 to 0.75.
-    All such small pages of all sequences at once took 0.82 and 0.93 of the time of a few at a time
-    with 0.5 and 1 MiB of keys; 1.7 with 2 MiB of which sequences used a half.
-    """
-    q, k_pages, _, table = inv.args[:4]
-    (batch, tokens, heads, _), per_sequence = q.shape, table.shape[1]
-    _, page_size, kv_heads, head_dim = k_pages.shape
-    page_bytes = max(1, 4 * page_size * kv_heads * head_dim)
-    small = 2**15 // page_bytes
-    if tokens * heads == kv_heads and page_size >= 64:
-        pages = 2
-    elif small < 4:
-        pages = 1
-    elif batch * per_sequence * page_bytes <= _GATHERED_AT_ONCE:
-        pages = per_sequence
-    else:
-        pages = min(small, 8)
-    return PagedAttentionXlaConfig(min(pages, per_sequence))
-
-
-def _space(inv: Invocation[Any, Any]) -> list[PagedAttentionXlaConfig]:
-    per_sequence = inv.args[3].shape[1]
-    steps = [pages for pages in (1, 2, 4, 8) if pages < per_sequence]
-    # All pages of all sequences are worth trying only where few of them may be unused.
-    all_of_them = [per_sequence] if per_sequence <= 64 else []
-    return [PagedAttentionXlaConfig(pages) for pages in (*steps, *all_of_them)]
-
-
-XLA: Implementation[PagedAttentionXlaConfig, jax.Array] = Implementation(
-    name="xla",
-    config=PagedAttentionXlaConfig,
-    heuristic=_heuristic,
-    space=_space,
-    limits=Limits({"pages_per_step": COUNT}),
-    **passes_of(forward),
-)
+XLA = implementation(attend, name="xla", config=PagedAttentionXlaConfig)
