@@ -29,7 +29,7 @@ from .fingerprint import current_device
 from .serialize import is_dtype_like
 from .stable import code_hash, short_hash, stable_json
 
-_LISTING = ("candidate_cfgs", "config_space", "heuristic_cfg")
+_LISTING = ("candidate_cfgs", "config_space", "heuristic_cfg", "heuristic", "space")
 _PASSES = ("forward", "forward_with_residuals", "backward")
 _FRAMEWORK = ("ejkernel.ops", "ejkernel.store", "ejkernel.decorator")
 _STANDARD = frozenset(sys.stdlib_module_names) - {"__main__"}
