@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ..ops.config.agreement import AgreementError
+from ..ops.config.hooks import AgreementError
 from .coordination import CoordinationService
 
 logger = logging.getLogger(__name__)

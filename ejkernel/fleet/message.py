@@ -11,8 +11,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..ops.config.agreement import AgreementError, Answer
 from ..ops.config.decision import Decision, TierMiss
+from ..ops.config.hooks import AgreementError, Answer
 from ..ops.config.tiers.request import Request
 from ..ops.utils.serialize import qualified_name, to_plain
 
@@ -46,7 +46,7 @@ class Message:
                 "config_type": qualified_name(type(answer.cfg)),
                 "tier": answer.tier,
                 "reason": answer.reason,
-                "passed": _written(answer.passed),
+                "misses": _written(answer.misses),
                 "about": about,
             },
         )
@@ -74,18 +74,18 @@ class Message:
                 "stops too. Mend it there, or give the config (cfg=, an overlay) in all of them"
             )
         if self.decision is None:
-            return self._passed(self.nothing or ())
+            return self._misses(self.nothing or ())
         return Decision(
             cfg=self.rebuilt(request),
             tier=self.decision["tier"],
             key=request.key,
             reason=f"agreed: decided by process {self.process}: {self.decision['reason']}",
-            passed=self._passed(self.decision["passed"]),
+            misses=self._misses(self.decision["misses"]),
             signature=request.inv.signature,
             about=self.decision["about"],
         )
 
-    def _passed(self, written: Sequence[Sequence[str]]) -> tuple[TierMiss, ...]:
+    def _misses(self, written: Sequence[Sequence[str]]) -> tuple[TierMiss, ...]:
         return tuple(
             TierMiss(f"{tier} in process {self.process}", reason) for tier, reason in written
         )
@@ -110,8 +110,8 @@ def described(request: Request) -> str:
     return f"{request.key.op_id}({request.inv.signature}), key {request.key.call_key}"
 
 
-def _written(passed: Iterable[TierMiss]) -> list[list[str]]:
-    return [[one.tier, one.reason] for one in passed]
+def _written(misses: Iterable[TierMiss]) -> list[list[str]]:
+    return [[miss.tier, miss.reason] for miss in misses]
 
 
 def _about(about: Any) -> dict[str, Any] | None:

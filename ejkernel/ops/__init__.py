@@ -25,8 +25,7 @@ from .config import (
     stats,
     verify_bundle,
 )
-from .config.agreement import provide_agreement
-from .config.tuning import provide_measuring
+from .config.hooks import provide_agreement, provide_measuring
 from .core import (
     BatchAxes,
     Cfg,

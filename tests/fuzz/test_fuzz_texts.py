@@ -41,7 +41,7 @@ from ejkernel.ops import (
     to_json,
     verify_bundle,
 )
-from ejkernel.ops.config.tiers.bundle import reload_bundles
+from ejkernel.ops.config.tiers.stored import reload_bundles
 from ejkernel.ops.core.limits import reasons_against_config
 from ejkernel.ops.core.specification import (
     SpecificationError,

@@ -155,7 +155,7 @@ import numpy as np
 from config_calls import CALLS, invocation, values_and_gradients
 from ejkernel.modules import OPERATIONS
 from ejkernel.ops import default_executor
-from ejkernel.ops.config.tiers.bundle import reload_bundles
+from ejkernel.ops.config.tiers.stored import reload_bundles
 from ejkernel.ops.utils.serialize import qualified_name
 from ejkernel.store.bundle import Bundle
 

@@ -30,7 +30,7 @@ from ejkernel.ops import (
     verify_bundle,
 )
 from ejkernel.ops.config.selection import Sources
-from ejkernel.ops.config.tiers.bundle import reload_bundles
+from ejkernel.ops.config.tiers.stored import reload_bundles
 from ejkernel.store import Bundle, BundleError
 from ejkernel.store.bundle import Shipped
 

@@ -117,7 +117,7 @@ def _explain_function(
             "config": str(decision.cfg),
             "tier": decision.tier,
             "reason": decision.reason,
-            "passed": [{"tier": p.tier, "reason": p.explain()} for p in decision.passed],
+            "misses": [{"tier": m.tier, "reason": m.explain()} for m in decision.misses],
         }
         for decision in decisions
     ]

@@ -6,6 +6,7 @@ touched before the first write, and nothing that is read is ever executed or imp
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -84,12 +85,16 @@ class PersistentCache:
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self._given = default_path() if path is None else path
-        self._store = Store(locate(self._given))
+        self._location = FolderLocation(default_path()) if path is None else locate(path)
+
+    @functools.cached_property
+    def _store(self) -> Store:
+        return Store(self._location)
 
     @property
     def path(self) -> pathlib.Path | str:
         """The folder; of a server its URL, without the password."""
-        location = self._store.location
+        location = self._location
         return location.folder if isinstance(location, FolderLocation) else location.shown
 
     # --- writing ---------------------------------------------------------------------------------
@@ -167,8 +172,23 @@ class PersistentCache:
         """What is stored under a key, as plain data, or None: `key`, `config`, `config_type` and
         `about`. The trials are apart: see `trials`.
         """
+        if self._is_unused():
+            return None
         entry = self._store.entry(key)
         return None if entry is None else _with_key(entry)
+
+    def _is_unused(self) -> bool:
+        """True if nobody has written anything yet; a first call then need not open the store."""
+        location = self._location
+        if "_store" in self.__dict__ or not isinstance(location, FolderLocation):
+            return False
+        try:
+            os.stat(location.folder / location.name)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:  # the store says why
+            return False
+        return False
 
     def trials(self, key: Any) -> list[dict[str, Any]]:
         """Every candidate that was tried for a key: its time and samples, or why it has none."""

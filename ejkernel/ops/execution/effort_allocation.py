@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..config.agreement import agreement_in_force
+from ..config.hooks import job_agreement
 from ..core.invocation import Invocation
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def tuners_by_share(
     tuner: Tuner, invocations: Mapping[K, Invocation[Any, Any]]
 ) -> list[tuple[K, Tuner | None]]:
     """Each operation with the tuner it deserves (None: the one there is), the slowest first."""
-    if len(invocations) < 2 or agreement_in_force() is not None:  # others may know the answers
+    if len(invocations) < 2 or job_agreement() is not None:  # others may know the answers
         return [(key, None) for key in invocations]
     from ..tuner.tuner import Tuner
 

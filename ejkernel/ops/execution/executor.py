@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, Self, TypeVar
 
 from ..config import context
-from ..config.decision import Decision
-from ..config.miss import Miss
+from ..config.context import AutotunePolicy
+from ..config.decision import Decision, Miss
 from ..config.persistent import PersistentCache
-from ..config.policy import AutotunePolicy
 from ..config.selection import ConfigSelectorChain
 from ..core.invocation import Invocation
 from ..core.kernel import Kernel

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import jax
 
-from ..config.agreement import AgreementError
-from ..config.decision import Decision
-from ..config.miss import Miss
+from ..config.decision import Decision, Miss
+from ..config.hooks import AgreementError
 from ..config.outcome import Outcome
 from ..config.selection import ConfigSelectorChain, Sources
 from ..core.invocation import Invocation

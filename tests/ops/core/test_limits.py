@@ -32,8 +32,8 @@ from ejkernel.ops import (
     verify_bundle,
 )
 from ejkernel.ops.config.selection import Sources
-from ejkernel.ops.config.tiers.bundle import reload_bundles
 from ejkernel.ops.config.tiers.request import _said
+from ejkernel.ops.config.tiers.stored import reload_bundles
 from ejkernel.ops.core.limits import field_reasons
 from ejkernel.store.bundle import Bundle
 

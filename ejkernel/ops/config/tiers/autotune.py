@@ -39,8 +39,6 @@ class AutotuneTier:
         self._here = threading.local()
 
     def look(self, request: Request) -> TierHit | str:
-        if not request.policy.allow_autotune:
-            return "the policy does not allow it (allow_autotune=False)"
         key = request.key
         if key in self._keys_of_this_thread():
             return "this very call is being tuned in this thread"

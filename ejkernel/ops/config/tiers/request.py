@@ -11,7 +11,7 @@ from ....markup import one_line
 from ....store.reading import shown
 from ...core.limits import reasons_against_config
 from ...core.types import ConfigKey
-from ..policy import AutotunePolicy
+from ..context import AutotunePolicy
 
 if TYPE_CHECKING:
     from ...core.invocation import Invocation

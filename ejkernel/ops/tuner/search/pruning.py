@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ....markup import one_line
 from ...config.freshness import EntryState, judge
 from ...config.outcome import Trial, TuningFailed, Verdict
-from ...config.tiers.bundle import shipped
+from ...config.tiers.stored import shipped_entries
 from ...core.types import ConfigKey
 from ...utils.serialize import to_plain
 from ...utils.stable import stable_json
@@ -140,7 +140,7 @@ class _Ranked:
 
 def _ranked_in_bundles(key: ConfigKey, kernel: Kernel[Any, Any]) -> _Ranked | None:
     """The ranked candidates of a call, unless the kernel changed since or there are none."""
-    for entry, source in shipped().all_of(key):
+    for entry, source in shipped_entries(key):
         about = entry["about"]
         if not about.get("estimated") or judge(about, kernel, key).state is EntryState.STALE:
             continue
