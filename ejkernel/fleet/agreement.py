@@ -24,11 +24,11 @@ import jax
 
 from .. import __version__
 from ..ops.config import context
-from ..ops.config.decision import Decision
-from ..ops.config.hooks import AgreementError, AgreementTimeout, Answer
+from ..ops.config.decision import Answer, Decision
+from ..ops.config.hooks import AgreementError, AgreementTimeout
 from ..ops.config.tiers.request import Request
 from ..ops.utils import environment
-from ..ops.utils.stable import short_hash
+from ..ops.utils.fingerprint import short_hash
 from .coordination import CoordinationService, connect
 from .heartbeat import Heartbeat, HeartbeatMonitor, heartbeat_interval, longest_silence
 from .message import Message, described

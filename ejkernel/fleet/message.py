@@ -11,8 +11,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..ops.config.decision import Decision, TierMiss
-from ..ops.config.hooks import AgreementError, Answer
+from ..ops.config.decision import Answer, Decision, TierMiss
+from ..ops.config.hooks import AgreementError
 from ..ops.config.tiers.request import Request
 from ..ops.utils.serialize import qualified_name, to_plain
 

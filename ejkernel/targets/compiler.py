@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ..ops.tuner.isolation.process import START_SECONDS, Process, WorkerLost, WorkerUnavailable
 from ..ops.tuner.isolation.worker import Header
 from ..ops.utils import environment
-from ..ops.utils.stable import short_hash
+from ..ops.utils.fingerprint import short_hash
 from ..store.private import PrivateFolder
 from ..store.reading import parse_json
 from .catalog import Target, TargetError

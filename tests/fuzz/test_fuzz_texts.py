@@ -42,7 +42,7 @@ from ejkernel.ops import (
     verify_bundle,
 )
 from ejkernel.ops.config.tiers.stored import reload_bundles
-from ejkernel.ops.core.limits import reasons_against_config
+from ejkernel.ops.core.requirements import reasons_against_config
 from ejkernel.ops.core.specification import (
     SpecificationError,
     describe_specification,

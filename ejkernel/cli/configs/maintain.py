@@ -146,10 +146,10 @@ def _confirm(state: State, count: int, shown: str, listed: list[Any]) -> None:
 def _not_fresh(entry: Entry, stale: bool, suspect: bool) -> str:
     from ...ops.config.freshness import EntryState as Freshness
     from ...ops.config.freshness import judge
-    from ...ops.core import catalog
+    from ...ops.core.kernel import kernel_named
     from ...ops.core.types import ConfigKey
 
-    kernel = catalog.find(entry["key"][1])
+    kernel = kernel_named(entry["key"][1])
     if kernel is None:
         return ""  # nothing can be said about it
     found = judge(entry["about"], kernel, ConfigKey(*entry["key"]))

@@ -128,14 +128,14 @@ def _explain_function(
 
 
 def _explain_entry(state: State, key: str, source: str | None, modules: tuple[str, ...]) -> None:
-    from ...ops.core import catalog
+    from ...ops.core.kernel import kernel_named
     from ...ops.core.types import ConfigKey
 
     place = open_place(source)
     entry = find_entry(place, key)
     trials = place.trials(entry)
     import_modules(modules)
-    kernel = catalog.find(entry["key"][1])
+    kernel = kernel_named(entry["key"][1])
     if kernel is None:
         now = (
             "not known: its kernel is not loaded; --import MODULE loads it, and then it can be "

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 from typing import Any, overload
 
 from ..core.types import ConfigKey
+from ..utils.fingerprint import short_hash, stable_json
 from ..utils.meta import parse_label
-from ..utils.stable import short_hash, stable_json
 from . import context
 
 _ABSENT = object()

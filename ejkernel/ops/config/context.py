@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import jax
 
 from ..utils import environment
-from ..utils.settings import current_settings
-from ..utils.stable import stable_json
+from ..utils.fingerprint import stable_json
 
 if TYPE_CHECKING:
     from ..core.invocation import Invocation
@@ -127,7 +126,7 @@ class Block(AbstractContextManager[None]):
 
 def carried() -> Callable[[], AbstractContextManager[None]]:
     """What is active here and now, to be activated in another thread."""
-    entered, settings = _entered(), current_settings()
+    entered, settings = _entered(), _current_settings()
 
     @contextlib.contextmanager
     def activated() -> Iterator[None]:
@@ -138,6 +137,34 @@ def carried() -> Callable[[], AbstractContextManager[None]]:
                 yield
             finally:
                 _set_entered(before)
+
+    return activated
+
+
+_SETTINGS = (
+    "enable_x64",
+    "numpy_dtype_promotion",
+    "numpy_rank_promotion",
+    "default_matmul_precision",
+    "default_prng_impl",
+    "threefry_partitionable",
+    "legacy_prng_key",
+    "debug_nans",
+    "debug_infs",
+)
+
+
+def _current_settings() -> Callable[[], AbstractContextManager[None]]:
+    """The settings of this thread that change what is traced, to be activated elsewhere."""
+    values = {name: getattr(jax.config, f"jax_{name}") for name in _SETTINGS}
+
+    @contextlib.contextmanager
+    def activated() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for name, value in values.items():
+                if getattr(jax.config, f"jax_{name}") != value:
+                    stack.enter_context(getattr(jax, name)(value))
+            yield
 
     return activated
 

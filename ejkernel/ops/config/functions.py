@@ -8,11 +8,10 @@ from typing import Any
 
 import jax
 
-from ..core.invocation import BatchAxes, Invocation
+from ..core.invocation import BatchAxes, Invocation, StaticPart
 from ..core.kernel import Kernel
+from ..core.requirements import demand_of, without_demand
 from ..core.running import run_unlabelled
-from ..core.static_part import StaticPart
-from ..core.supports import demand_of, without_demand
 
 Function = Callable[..., Any]
 

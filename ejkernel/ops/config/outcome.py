@@ -10,8 +10,8 @@ from typing import Any, Generic
 from ...markup import printable
 from ..core.types import Cfg
 from ..utils.display import Displayed, Shown, as_text, brief, milliseconds
+from ..utils.fingerprint import stable_json
 from ..utils.serialize import to_plain
-from ..utils.stable import stable_json
 
 
 class TuningFailed(RuntimeError):

@@ -14,7 +14,7 @@ import jax
 
 from ..core.invocation import Invocation
 from ..core.kernel import Kernel
-from ..core.supports import demands_reference, no_config_message
+from ..core.requirements import demands_reference, no_config_message
 from ..core.types import ConfigKey
 from ..registry import count_decision, count_tuning
 from ..utils.fingerprint import device_fingerprint
@@ -131,7 +131,7 @@ class ConfigSelectorChain:
             BundleTier(self.cache),
         ]
         self._written: list[Tier] = [OverrideTier(), OverlayTier()]  # what the program itself says
-        self._autotune = AutotuneTier(self._tune, self._keep, forbid_reautotune)
+        self._autotune = AutotuneTier(self._tune, self._store_outcome, forbid_reautotune)
         self._defaults: list[Tier] = [
             NearTier(self.persistent),
             HeuristicsTier(),
@@ -184,11 +184,12 @@ class ConfigSelectorChain:
         answer: Answer = ()
         if sources is Sources.MEASURED:
             answer = self._settled(
-                request, lambda request: self._ask(request, [*self._kept(request), self._autotune])
+                request,
+                lambda request: self._ask(request, [*self._finished(request), self._autotune]),
             )
         elif job_agreement() is None:
             # With several processes, what this one holds is not for it alone to say.
-            answer = self._ask(request, self._kept(request))
+            answer = self._ask(request, self._finished(request))
         return answer if isinstance(answer, Decision) else self._miss(request, answer)
 
     def _answer_call(self, request: Request) -> Decision[Any] | Miss:
@@ -247,7 +248,7 @@ class ConfigSelectorChain:
 
     def known_config(self, op_id: str, call_key: str, device: str | None = None) -> Any:
         """What overlays, memory, disk and bundles hold for a label's operation; None if nothing."""
-        from ..core import catalog
+        from ..core.kernel import kernel_named
         from .cache import OverlayLayer
         from .context import active_layers
 
@@ -259,7 +260,7 @@ class ConfigSelectorChain:
         cfg = self.cache.get(key)
         if cfg is not None:
             return cfg
-        kernel = catalog.find(op_id)
+        kernel = kernel_named(op_id)
         for entry in (
             None if self.persistent is None else self.persistent.entry(key),
             *(entry for entry, _ in shipped_entries(key)[:1]),
@@ -272,7 +273,7 @@ class ConfigSelectorChain:
                     return cfg
         return None
 
-    def _kept(self, request: Request) -> list[Tier]:
+    def _finished(self, request: Request) -> list[Tier]:
         """The tiers of what was tuned before; none if that was not finished."""
         return [] if self._unfinished(request) else self._stored
 
@@ -328,7 +329,7 @@ class ConfigSelectorChain:
             return []
         return self.persistent.trials(request.key)
 
-    def _keep(self, request: Request, outcome: Outcome[Any]) -> None:
+    def _store_outcome(self, request: Request, outcome: Outcome[Any]) -> None:
         if request.offline or request.agreed:
             self.cache.put_quietly(request.key, outcome.best)
         else:

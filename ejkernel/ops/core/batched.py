@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
-from ..utils.primitives import new_primitive
+from ..utils.meta import new_primitive
 
 
 def batched_alike(outputs: Any, arrays: Any) -> Any:

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
-from ..utils.primitives import identity_primitive, new_primitive
-from .supports import IMPLEMENTATION, REFERENCE, has_reference
+from ..utils.meta import identity_primitive, new_primitive
+from .requirements import IMPLEMENTATION, REFERENCE, has_reference
 
 if TYPE_CHECKING:
     from .kernel import Kernel

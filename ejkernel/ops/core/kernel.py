@@ -4,55 +4,70 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import re
 import types
 import typing
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from ...store.reading import shown
-from ..utils.fingerprint import device_kind
+from ..utils.fingerprint import device_kind, stable_json
 from ..utils.serialize import (
     config_type_named,
     declare_type,
     from_plain,
     qualified_name,
 )
-from ..utils.stable import stable_json
-from . import catalog
 from .implementation import Implementation, class_name, is_constructible
 from .invocation import Invocation, KeyBuilder
-from .limits import Limits, field_reasons, limit_reasons, with_plain_numbers
 from .methods import (
     SUFFIXES,
     all_implementations_of,
+    check_implementations,
+    check_kernel,
     check_method_names,
     default,
     implementations_of,
     method_name,
+    refuse_reserved_keyword,
 )
 from .near import NearShapes
 from .partitioning import needs_mesh
-from .space import Space
-from .supports import (
+from .requirements import (
     IMPLEMENTATION,
     REFERENCE,
+    Limits,
     Supports,
     demand_of,
     demanded,
     demands_reference,
+    field_reasons,
     has_reference,
     implementation_for,
+    limit_reasons,
     no_config_message,
+    with_plain_numbers,
     without_demand,
 )
+from .space import Space
 from .types import Cfg, Out
-from .validation import check_implementations, check_kernel, refuse_reserved_keyword
 
 if TYPE_CHECKING:
     from ..execution.jitted import JittedCalls
 
 _make_entries: Callable[[Kernel[Any, Any]], JittedCalls]
+
+# The kernels of this process in the order of their making, for as long as somebody holds them.
+_alive: weakref.WeakValueDictionary[int, Kernel[Any, Any]] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def kernel_named(full_op_id: str) -> Kernel[Any, Any] | None:
+    """The newest live kernel with this operation id, if any: how a label finds its kernel."""
+    kernels = (ref() for ref in reversed(_alive.valuerefs()))
+    return next((k for k in kernels if k is not None and k.full_op_id == full_op_id), None)
 
 
 def provide_calling(make_entries: Callable[[Kernel[Any, Any]], JittedCalls]) -> None:
@@ -159,7 +174,7 @@ class Kernel(Generic[Cfg, Out]):
         if version is not None:
             self.version = str(version)
         check_kernel(self)
-        catalog.add(self)
+        _alive[next(_numbers)] = self
 
     # --- identity --------------------------------------------------------------------------------
 

@@ -172,10 +172,9 @@ def _readable(plain: Any) -> str:
 
 def find_kernel(op_id: str, qualified: str) -> Kernel[Any, Any]:
     """The kernel with this operation id: alive already, or made from its class."""
-    from . import catalog
-    from .kernel import Kernel
+    from .kernel import Kernel, kernel_named
 
-    alive = catalog.find(op_id)
+    alive = kernel_named(op_id)
     if alive is not None:
         return alive
     module_name, _, path = qualified.partition(":")
@@ -192,7 +191,7 @@ def find_kernel(op_id: str, qualified: str) -> Kernel[Any, Any]:
         raise SpecificationError(
             f"{op_id}: its kernel {qualified} cannot be imported: {error}"
         ) from error
-    alive = catalog.find(op_id)  # importing the module may have created it
+    alive = kernel_named(op_id)  # importing the module may have created it
     if alive is not None:
         return alive
     if not (isinstance(found, type) and issubclass(found, Kernel)):

@@ -13,11 +13,11 @@ from ..config.context import AutotunePolicy
 from ..config.decision import Decision, Miss
 from ..config.persistent import PersistentCache
 from ..config.selection import ConfigSelectorChain
-from ..core.invocation import Invocation
+from ..core.invocation import Invocation, symbolic_sizes
 from ..core.kernel import Kernel
+from ..core.requirements import demands_reference, no_config_message
 from ..core.running import default_config, run_selected, run_unlabelled, run_with_default
-from ..core.supports import demands_reference, no_config_message
-from ..core.symbolic import run_with_symbols, symbols
+from ..core.symbolic import run_with_symbols
 from ..registry import Recorded
 from ..utils import environment
 from .jitted import CompiledCall, ExecutorKey
@@ -127,7 +127,7 @@ class Executor:
         if cfg is not None:
             kernel.check_config_class(cfg)
         args, kwargs = kernel.prepared(args, kwargs)
-        if symbols((args, kwargs)):
+        if symbolic_sizes((args, kwargs)):
             settings = {"cfg": cfg, "batch_axes": batch_axes, "stamp": stamp}
             return run_with_symbols(
                 kernel, args, kwargs, lambda a, k: self._run(kernel, a, k, **settings)
@@ -157,8 +157,11 @@ class Executor:
                 raise ValueError(f"{no_config_message(inv)}; cfg={cfg!r} was given")
             # Neither recorded nor labelled: what is, is tuned.
             return run_definition(inv, kernel, lambda i, k: run_unlabelled(i, k, None))
-        partitioned = run_partitioned(inv, kernel, self._run_here, run_with_default)
-        return self._run_here(inv, kernel) if partitioned is None else partitioned.output
+        if kernel.partitioning is not None:
+            partitioned = run_partitioned(inv, kernel, self._run_here, run_with_default)
+            if partitioned is not None:
+                return partitioned.output
+        return self._run_here(inv, kernel)
 
     def _run_here(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
         """Select and run with the shapes that the current trace sees."""

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from ..core.invocation import ARRAY, StaticPart, split
 from ..core.methods import is_written, written_methods
-from ..core.static_part import ARRAY, StaticPart, split
-from ..core.supports import IMPLEMENTATION
-from ..utils.fingerprint import is_array
-from ..utils.stable import stable_json
+from ..core.requirements import IMPLEMENTATION
+from ..utils.fingerprint import is_array, stable_json
 
 if TYPE_CHECKING:
     from ..core.kernel import Kernel

@@ -18,9 +18,8 @@ from typing import Any, Literal, Protocol
 import jax
 
 from ..config.functions import Function
-from ..utils.fingerprint import current_device
+from ..utils.fingerprint import current_device, short_hash
 from ..utils.locations import without_locations
-from ..utils.stable import short_hash
 from .clock import Stopwatch
 from .device_time import DeviceTime, has_device_time
 from .judge import NonDeterminism, differs, non_determinism

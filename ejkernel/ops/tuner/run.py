@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.functions import Function
 from ..config.outcome import Outcome, Trial, TuningFailed, TuningInterrupted, Verdict
-from ..utils.stable import stable_json
+from ..utils.fingerprint import stable_json
 from .bench import Bench, BenchUnavailable, CandidateError
 from .build import Builder, reason_of
 from .clock import typical

@@ -15,12 +15,10 @@ import numpy as np
 
 from ..config.functions import Function, call_with, function_maker, mapped
 from ..config.outcome import Outcome, TuningFailed, known_trials
-from ..core.invocation import Invocation, array_owners, is_inexact
+from ..core.invocation import Invocation, array_owners, is_inexact, split
 from ..core.kernel import Kernel
-from ..core.limits import reasons_against_config
-from ..core.static_part import split
-from ..core.supports import without_demand
-from ..utils.stable import stable_json
+from ..core.requirements import reasons_against_config, without_demand
+from ..utils.fingerprint import stable_json
 from .bench import CandidateError
 from .clock import typical
 from .inputs import needs_other_processes, outside_trace, random_like, realistic_inputs

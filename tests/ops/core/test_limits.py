@@ -34,7 +34,7 @@ from ejkernel.ops import (
 from ejkernel.ops.config.selection import Sources
 from ejkernel.ops.config.tiers.request import _said
 from ejkernel.ops.config.tiers.stored import reload_bundles
-from ejkernel.ops.core.limits import field_reasons
+from ejkernel.ops.core.requirements import field_reasons
 from ejkernel.store.bundle import Bundle
 
 

@@ -15,13 +15,13 @@ from ....markup import one_line
 from ....store.bundle import GROUP, Shipped
 from ....store.reading import shown
 from ....store.rows import sound_about
-from ...core.limits import reasons_against_config
+from ...core.invocation import split
 from ...core.near import NearShapes
-from ...core.static_part import split
+from ...core.requirements import reasons_against_config
 from ...core.types import ConfigKey
 from ...utils import environment
+from ...utils.fingerprint import stable_json
 from ...utils.serialize import config_type_named, from_plain, qualified_name
-from ...utils.stable import stable_json
 from ..cache import ConfigCache
 from ..explain import call_fields
 from ..freshness import EntryState, judge

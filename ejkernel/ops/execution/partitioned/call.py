@@ -10,10 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...core.invocation import Invocation
+from ...core.invocation import Invocation, StaticPart
 from ...core.kernel import Kernel
 from ...core.partitioning import Layout, Shards
-from ...core.static_part import StaticPart
 from ...utils.meta import label
 
 logger = logging.getLogger(__name__)

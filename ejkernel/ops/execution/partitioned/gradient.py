@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from ...core.derivatives import reverse_mode_only, way_out
-from ...core.gradients import materialised
+from ...core.gradients import Residuals, materialised
 from ...core.partitioning import Shards
-from ...core.residuals import Residuals
 from .call import PartitionedCall
 from .passes import DEVICE, Pass, Placement
 from .residuals import Kept, Recomputed

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import jax
 
-from ...core.gradients import jvp_of_changing
 from ...core.partitioning import MAPPED, Dim, Layout, Shards
+from ...core.running import jvp_of_changing
 from .call import PartitionedCall
 
 DEVICE = "device:"

@@ -17,8 +17,8 @@ from ...config.freshness import EntryState, judge
 from ...config.outcome import Trial, TuningFailed, Verdict
 from ...config.tiers.stored import shipped_entries
 from ...core.types import ConfigKey
+from ...utils.fingerprint import stable_json
 from ...utils.serialize import to_plain
-from ...utils.stable import stable_json
 
 if TYPE_CHECKING:
     from ...core.invocation import Invocation
