@@ -46,7 +46,7 @@ def paged_attention(
       window: query `i` sees the keys `i - window … i`; default: all before it.
       logits_soft_cap: `c` makes scores `c · tanh(score / c)`.
       sinks: `(heads,)`, one more logit per head that takes part in the denominator only.
-      implementation: demand one by name, such as `"xla"`; raises if that does not support it.
+      implementation: request one by name, such as `"xla"`; raises if that does not support it.
       cfg: a config of one implementation, which then runs; by default the tuned one of the store,
         else a heuristic.
 

@@ -332,7 +332,7 @@ def test_of_several_bundles_with_one_key_the_first_that_can_serve_answers(tmp_pa
         "stale": {**mine, "about": {**mine["about"], "source": "another"}},
     }
     Bundle([{**mine, "config": {"block": 2}}]).save(tmp_path / "good.json")
-    monkeypatch.setattr(Twice, "limits", {"run": Limits({"block": Limit(most=64)})})
+    monkeypatch.setattr(Twice, "limits", {"run": Limits({"block": Limit(maximum=64)})})
     for name, bad in planted.items():
         Bundle([bad]).save(tmp_path / f"{name}.json")
         reload_bundles()

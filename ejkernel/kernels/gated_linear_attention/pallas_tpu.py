@@ -117,6 +117,6 @@ PALLAS_TPU: Implementation[GatedLinearAttentionTpuConfig, Any] = Implementation(
     heuristic=_heuristic,
     space=_space,
     supports=Supports(dtypes=("float32", "bfloat16"), rules=(_dims_fit,)),
-    limits=Limits({"chunk_size": Limit(least=8, most=MOST_TOKENS, power_of_two=True)}),
+    limits=Limits({"chunk_size": Limit(minimum=8, maximum=MOST_TOKENS, power_of_two=True)}),
     **pallas_passes(prepare),
 )

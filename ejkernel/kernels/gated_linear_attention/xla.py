@@ -179,7 +179,7 @@ def _space(inv: Invocation[Any, Any]) -> list[GatedLinearAttentionXlaConfig]:
     ]
 
 
-_SIZE = Limit(least=1, most=MOST_TOKENS, power_of_two=True)
+_SIZE = Limit(minimum=1, maximum=MOST_TOKENS, power_of_two=True)
 _ROWS = {"block_m": COUNT, "backward_block_m": COUNT}
 
 XLA: Implementation[GatedLinearAttentionXlaConfig, Any] = Implementation(

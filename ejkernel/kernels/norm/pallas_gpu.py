@@ -158,7 +158,7 @@ def implementation(*, centered: bool) -> Implementation[NormGpuConfig, Output]:
         supports=pallas.SUPPORTS,
         limits=Limits(
             {
-                "block_m": Limit(least=1, most=4096, power_of_two=True),
+                "block_m": Limit(minimum=1, maximum=4096, power_of_two=True),
                 "num_warps": WARPS,
                 "backward_block_m": COUNT,
                 "backward_num_warps": WARPS,

@@ -224,7 +224,10 @@ PALLAS_GPU: Implementation[PagedAttentionGpuConfig, jax.Array] = Implementation(
     space=_space,
     supports=Supports(dtypes=("float32", "bfloat16", "float16"), rules=(_rows_fit, _features_fit)),
     limits=Limits(
-        {"block_k": Limit(least=1, most=1024), "num_key_splits": Limit(least=1, most=1024)}
+        {
+            "block_k": Limit(minimum=1, maximum=1024),
+            "num_key_splits": Limit(minimum=1, maximum=1024),
+        }
         | launch("")
     ),
     **passes_of(forward),

@@ -204,6 +204,6 @@ PALLAS_TPU: Implementation[PagedAttentionTpuConfig, jax.Array] = Implementation(
     heuristic=_heuristic,
     space=_space,
     supports=Supports(dtypes=("float32", "bfloat16"), rules=(_rows_fit,)),
-    limits=Limits({"pages_per_step": Limit(least=1, most=64)}),
+    limits=Limits({"pages_per_step": Limit(minimum=1, maximum=64)}),
     **passes_of(forward),
 )

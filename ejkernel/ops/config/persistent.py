@@ -85,7 +85,8 @@ class PersistentCache:
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self._given = default_path() if path is None else path
-        self._location = FolderLocation(default_path()) if path is None else locate(path)
+        usual = path is None and not os.path.isfile(self._given)
+        self._location = FolderLocation(default_path()) if usual else locate(self._given)
 
     @functools.cached_property
     def _store(self) -> Store:

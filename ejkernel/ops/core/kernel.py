@@ -40,16 +40,16 @@ from .requirements import (
     REFERENCE,
     Limits,
     Supports,
-    demand_of,
-    demanded,
-    demands_reference,
     field_reasons,
     has_reference,
     implementation_for,
+    implementation_keyword,
     limit_reasons,
     no_config_message,
+    requested,
+    requests_reference,
     with_plain_numbers,
-    without_demand,
+    without_implementation,
 )
 from .space import Space
 from .types import Cfg, Out
@@ -240,7 +240,7 @@ class Kernel(Generic[Cfg, Out]):
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What `prepare` makes of the arguments, checked."""
-        result = self.prepare(*args, **without_demand(kwargs))
+        result = self.prepare(*args, **without_implementation(kwargs))
         if (
             not isinstance(result, tuple)
             or len(result) != 2
@@ -250,7 +250,7 @@ class Kernel(Generic[Cfg, Out]):
             raise TypeError(
                 f"kernel {self.full_op_id}: prepare must return (args, kwargs), got {result!r}"
             )
-        return tuple(result[0]), {**result[1], **demand_of(kwargs)}
+        return tuple(result[0]), {**result[1], **implementation_keyword(kwargs)}
 
     @property
     def config_types(self) -> tuple[Any, ...]:
@@ -308,7 +308,7 @@ class Kernel(Generic[Cfg, Out]):
 
     def heuristic(self, inv: Invocation[Cfg, Out]) -> Cfg:
         """The heuristic config of the current device, checked."""
-        if demands_reference(inv):
+        if requests_reference(inv):
             raise ValueError(no_config_message(inv))
         return self._heuristic_of(inv, implementation_for(self, inv))
 
@@ -325,9 +325,9 @@ class Kernel(Generic[Cfg, Out]):
 
     def candidates(self, inv: Invocation[Cfg, Out]) -> list[Cfg]:
         """Every distinct config to try on the current device; the heuristic one comes first."""
-        if demands_reference(inv):
+        if requests_reference(inv):
             raise ValueError(no_config_message(inv))
-        if not self.tune_implementations or demanded(inv) is not None:
+        if not self.tune_implementations or requested(inv) is not None:
             return self._candidates_of(inv, implementation_for(self, inv))
         return [
             _for_implementation(cfg, item.name)
@@ -392,8 +392,8 @@ class Kernel(Generic[Cfg, Out]):
             raise TypeError(self._refusal(cfg, origin, reasons))
         if inv is not None:
             named = getattr(cfg, IMPLEMENTATION, None)
-            if named is not None and demanded(inv) not in (None, named):
-                reason = f"the call demands {IMPLEMENTATION}={demanded(inv)!r}"
+            if named is not None and requested(inv) not in (None, named):
+                reason = f"the call requests {IMPLEMENTATION}={requested(inv)!r}"
                 raise ValueError(self._refusal(cfg, origin, [reason]))
             chosen = implementation or implementation_for(self, inv, cfg)
             if not chosen.takes(cfg):

@@ -304,5 +304,5 @@ def refuse_reserved_keyword(cls: type) -> None:
             if IMPLEMENTATION in taken:
                 raise TypeError(
                     f"kernel class {cls.__name__}: {name}() takes a keyword {IMPLEMENTATION!r}, "
-                    "which every call has already: it demands a run method by name; rename yours"
+                    "which every call has already: it requests a run method by name; rename yours"
                 )

@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from .kernel import Kernel
 
 IMPLEMENTATION = "implementation"
-"""The keyword of every call that demands an implementation by name."""
+"""The keyword of every call that requests an implementation by name."""
 
 REFERENCE = "reference"
-"""The name under which a kernel's `reference`, its definition, is demanded."""
+"""The name under which a kernel's `reference`, its definition, is requested."""
 
 Rule = Callable[["Invocation[Any, Any]"], "str | None"]
 ConfigRule = Callable[[Any, "Invocation[Any, Any]"], "str | None"]
 
 
 class NotSupported(ValueError):
-    """No implementation supports a call, or the one that was demanded does not: all the reasons."""
+    """No implementation supports a call, or the requested one does not: all the reasons."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,18 +82,18 @@ class Supports:
             yield f"arrays of {dtype} are not supported, only {', '.join(self.dtypes)}"
 
 
-def demanded(inv: Invocation[Any, Any], cfg: Any = None) -> str | None:
+def requested(inv: Invocation[Any, Any], cfg: Any = None) -> str | None:
     """The implementation that a call, or its config, asks for by name."""
     name = inv.kwargs.get(IMPLEMENTATION)
     return name if name is not None else getattr(cfg, IMPLEMENTATION, None)
 
 
-def without_demand(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def without_implementation(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The keywords that the kernel's own methods see."""
     return {name: value for name, value in kwargs.items() if name != IMPLEMENTATION}
 
 
-def demand_of(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def implementation_keyword(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The keyword that they do not see, if it is given."""
     return {name: value for name, value in kwargs.items() if name == IMPLEMENTATION}
 
@@ -103,7 +103,7 @@ def has_reference(kernel: Any) -> bool:
     return callable(getattr(kernel, REFERENCE, None))
 
 
-def demands_reference(inv: Invocation[Any, Any]) -> bool:
+def requests_reference(inv: Invocation[Any, Any]) -> bool:
     """True for a call of the definition, which has no config: nothing is chosen, nothing tuned."""
     return inv.kwargs.get(IMPLEMENTATION) == REFERENCE
 
@@ -124,7 +124,7 @@ def implementation_for(
 
     Raises `NotSupported` with every reason if there is none.
     """
-    if (name := demanded(inv, cfg)) is not None:
+    if (name := requested(inv, cfg)) is not None:
         chosen = kernel.implementation(name)
         if reasons := chosen.unsupported(inv):
             raise NotSupported(_refusal(kernel, inv, chosen, reasons))
@@ -195,18 +195,18 @@ class Limit:
     None is allowed wherever the field's type allows it.
 
     Args:
-      least: the smallest number.
-      most: the largest number.
+      minimum: the smallest number.
+      maximum: the largest number.
       multiple_of: what the number must be divisible by.
       power_of_two: the number is 1, 2, 4, 8, …
       one_of: the only values.
 
-    >>> Limit(least=16, most=128, power_of_two=True).allowed
+    >>> Limit(minimum=16, maximum=128, power_of_two=True).allowed
     'a power of two from 16 to 128'
     """
 
-    least: float | None = None
-    most: float | None = None
+    minimum: float | None = None
+    maximum: float | None = None
     multiple_of: int | None = None
     power_of_two: bool = False
     one_of: tuple[Any, ...] | None = None
@@ -224,8 +224,8 @@ class Limit:
         # An integer is never turned into a float, which it may be too large for; NaN fails `==`.
         return bool(
             value == value
-            and (self.least is None or value >= self.least)
-            and (self.most is None or value <= self.most)
+            and (self.minimum is None or value >= self.minimum)
+            and (self.maximum is None or value <= self.maximum)
             and (self.multiple_of is None or value % self.multiple_of == 0)
             and (not self.power_of_two or _is_power_of_two(value))
         )
@@ -242,15 +242,15 @@ class Limit:
                 if self.power_of_two
                 else f"a multiple of {self.multiple_of}"
             )
-        if self.least is not None and self.most is not None:
-            return f"{kind} from {self.least} to {self.most}"
-        if self.least is not None:
-            return f"{kind} of at least {self.least}"
-        return kind if self.most is None else f"{kind} of at most {self.most}"
+        if self.minimum is not None and self.maximum is not None:
+            return f"{kind} from {self.minimum} to {self.maximum}"
+        if self.minimum is not None:
+            return f"{kind} of at least {self.minimum}"
+        return kind if self.maximum is None else f"{kind} of at most {self.maximum}"
 
     @property
     def _is_about_numbers(self) -> bool:
-        given = (self.least, self.most, self.multiple_of)
+        given = (self.minimum, self.maximum, self.multiple_of)
         return self.power_of_two or any(bound is not None for bound in given)
 
 
@@ -259,7 +259,7 @@ class Limits:
 
         limits = {
             "triton": Limits(
-                {"block": Limit(least=16, most=256, power_of_two=True)},
+                {"block": Limit(minimum=16, maximum=256, power_of_two=True)},
                 rules=(block_divides_the_rows,),
             ),
         }

@@ -20,7 +20,13 @@ from .derivatives import way_out
 from .gradients import Choose, Chosen, call_with_rule
 from .invocation import array_owners, is_inexact, split
 from .kernel import Kernel
-from .requirements import REFERENCE, demand_of, demanded, implementation_for, without_demand
+from .requirements import (
+    REFERENCE,
+    implementation_for,
+    implementation_keyword,
+    requested,
+    without_implementation,
+)
 from .specification import write_specification
 
 if TYPE_CHECKING:
@@ -69,8 +75,8 @@ def _run(
     stage: Callable[[Invocation[Any, Any], Any], Stage],
     runs_forward: Callable[[], None] | None = None,
 ) -> Any:
-    arrays, rest = split((inv.args, without_demand(inv.kwargs)))
-    demand = demand_of(inv.kwargs)
+    arrays, rest = split((inv.args, without_implementation(inv.kwargs)))
+    keyword = implementation_keyword(inv.kwargs)
     # What JAX keeps of this call, to differentiate it later, must not hold the arrays of its trace.
     call = dataclasses.replace(inv, args=(), kwargs={})
     owners = [name for name, _ in array_owners(*rest.merge(arrays))]
@@ -79,7 +85,7 @@ def _run(
         args, kwargs = rest.merge(arrays)
         names = dict.fromkeys(name for name, d in zip(owners, differentiated, strict=False) if d)
         asked = dataclasses.replace(
-            call, args=args, kwargs={**kwargs, **demand}, differentiated=tuple(names)
+            call, args=args, kwargs={**kwargs, **keyword}, differentiated=tuple(names)
         )
         _build_handler(kernel, asked)
         cfg = select(asked)
@@ -93,7 +99,7 @@ def _run(
 
         return Chosen(implementation, cfg, primal, stage(asked, cfg))
 
-    if demanded(inv) == REFERENCE or not any(map(is_inexact, arrays)):
+    if requested(inv) == REFERENCE or not any(map(is_inexact, arrays)):
         chosen = choose(arrays)
         return chosen.stage(chosen.primal)(*arrays)
     if _has_rule(kernel, inv):
@@ -116,7 +122,7 @@ def _has_rule(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> bool:
     config can be for.
     """
     by_config = kernel.tune_implementations or len(kernel.config_types) > 1
-    if by_config and inv.override_cfg is None and demanded(inv) is None:
+    if by_config and inv.override_cfg is None and requested(inv) is None:
         choices: Sequence[Implementation[Any, Any]] = kernel.implementations_here()
     else:
         choices = [implementation_for(kernel, inv, inv.override_cfg)]

@@ -14,7 +14,7 @@ import jax
 
 from ..utils.serialize import is_symbolic
 from .invocation import readable, split, symbolic_sizes
-from .requirements import IMPLEMENTATION, REFERENCE, has_reference, without_demand
+from .requirements import IMPLEMENTATION, REFERENCE, has_reference, without_implementation
 
 if TYPE_CHECKING:
     from .kernel import Kernel
@@ -46,7 +46,7 @@ def run_with_symbols(
 def _independent(
     kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
-    return kernel.entries_are_independent(*args, **without_demand(kwargs))
+    return kernel.entries_are_independent(*args, **without_implementation(kwargs))
 
 
 def _elsewhere(arrays: list[Any]) -> bool:

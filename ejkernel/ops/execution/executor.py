@@ -15,7 +15,7 @@ from ..config.persistent import PersistentCache
 from ..config.selection import ConfigSelectorChain
 from ..core.invocation import Invocation, symbolic_sizes
 from ..core.kernel import Kernel
-from ..core.requirements import demands_reference, no_config_message
+from ..core.requirements import no_config_message, requests_reference
 from ..core.running import default_config, run_selected, run_unlabelled, run_with_default
 from ..core.symbolic import run_with_symbols
 from ..registry import Recorded
@@ -152,7 +152,7 @@ class Executor:
             override_cfg=cfg,
             stamp=stamp,
         )
-        if demands_reference(inv):
+        if requests_reference(inv):
             if cfg is not None:
                 raise ValueError(f"{no_config_message(inv)}; cfg={cfg!r} was given")
             # Neither recorded nor labelled: what is, is tuned.

@@ -17,7 +17,7 @@ from ..config.functions import Function, call_with, function_maker, mapped
 from ..config.outcome import Outcome, TuningFailed, known_trials
 from ..core.invocation import Invocation, array_owners, is_inexact, split
 from ..core.kernel import Kernel
-from ..core.requirements import reasons_against_config, without_demand
+from ..core.requirements import reasons_against_config, without_implementation
 from ..utils.fingerprint import stable_json
 from .bench import CandidateError
 from .clock import typical
@@ -57,7 +57,7 @@ def tune_invocation(
         refused = _refused(kernel, inv, configs)
         with _blaming(name, "make_inputs"):
             args, kwargs = realistic_inputs(kernel, inv, getattr(tuner, "seed", 0))
-        kwargs = without_demand(kwargs)
+        kwargs = without_implementation(kwargs)
         make_fn = function_maker(inv, kernel)
         reference = getattr(kernel, "reference", None)
         if reference is not None:
