@@ -6,154 +6,27 @@
 from typing import TYPE_CHECKING, Any
 
 from ..native import provide_environment
-from .config import (
-    AutotunePolicy,
-    ConfigCache,
-    ConfigMiss,
-    ConfigSelectorChain,
-    Decision,
-    PersistentCache,
-    Space,
-    Stats,
-    StrictMiss,
-    export_bundle,
-    forward_autotune_only,
-    import_bundle,
-    overlay_cache,
-    policy_override,
-    reset_stats,
-    stats,
-    verify_bundle,
-)
+from . import config, core, execution, utils
+from .config import *  # noqa: F403  what each layer exports, `ejkernel.ops` does too
 from .config.hooks import provide_agreement, provide_measuring
-from .core import (
-    BatchAxes,
-    Cfg,
-    ConfigKey,
-    Dimension,
-    Implementation,
-    Invocation,
-    Kernel,
-    Limit,
-    Limits,
-    NearShapes,
-    NotSupported,
-    Out,
-    Partitioning,
-    Shards,
-    Supports,
-)
+from .core import *  # noqa: F403
 from .core.kernel import provide_calling
-from .execution import (
-    AutotuningResult,
-    ConfigChooser,
-    Entry,
-    Executor,
-    autotune,
-    autotune_lowered,
-    autotune_recorded,
-    benchmark,
-    default_executor,
-    pmap_with_config,
-    set_default_executor,
-    vmap_with_config,
-)
+from .execution import *  # noqa: F403
+from .execution import default_executor
 from .execution.jitted import JittedCalls
 from .registry import clear_invocations, get_invocations, record_invocation
-from .utils import (
-    LABEL_PREFIXES,
-    LABEL_RE,
-    BwdParams,
-    FwdParams,
-    abstractify,
-    default_key_builder_with_sharding,
-    device_fingerprint,
-    device_kind,
-    environment,
-    extract_labels_from_hlo_text,
-    find_labels_in_lowered,
-    from_json,
-    get_device_platform,
-    label,
-    labels_to_configs,
-    sharding_fingerprint,
-    short_hash,
-    stable_json,
-    to_json,
-)
+from .utils import *  # noqa: F403
+from .utils import environment
 from .utils.meta import provide_default_selector
 
 if TYPE_CHECKING:
     from .tuner.tuner import Tuner
 
-__all__ = [
-    "LABEL_PREFIXES",
-    "LABEL_RE",
-    "AutotunePolicy",
-    "AutotuningResult",
-    "BatchAxes",
-    "BwdParams",
-    "Cfg",
-    "ConfigCache",
-    "ConfigChooser",
-    "ConfigKey",
-    "ConfigMiss",
-    "ConfigSelectorChain",
-    "Decision",
-    "Dimension",
-    "Entry",
-    "Executor",
-    "FwdParams",
-    "Implementation",
-    "Invocation",
-    "Kernel",
-    "Limit",
-    "Limits",
-    "NearShapes",
-    "NotSupported",
-    "Out",
-    "Partitioning",
-    "PersistentCache",
-    "Shards",
-    "Space",
-    "Stats",
-    "StrictMiss",
-    "Supports",
-    "Tuner",
-    "abstractify",
-    "autotune",
-    "autotune_lowered",
-    "autotune_recorded",
-    "benchmark",
-    "clear_invocations",
-    "default_executor",
-    "default_key_builder_with_sharding",
-    "device_fingerprint",
-    "device_kind",
-    "export_bundle",
-    "extract_labels_from_hlo_text",
-    "find_labels_in_lowered",
-    "forward_autotune_only",
-    "from_json",
-    "get_device_platform",
-    "get_invocations",
-    "import_bundle",
-    "label",
-    "labels_to_configs",
-    "overlay_cache",
-    "pmap_with_config",
-    "policy_override",
-    "record_invocation",
-    "reset_stats",
-    "set_default_executor",
-    "sharding_fingerprint",
-    "short_hash",
-    "stable_json",
-    "stats",
-    "to_json",
-    "verify_bundle",
-    "vmap_with_config",
-]
+__all__ = ["Tuner", "clear_invocations", "get_invocations", "record_invocation"]
+__all__ += core.__all__
+__all__ += config.__all__
+__all__ += execution.__all__
+__all__ += utils.__all__
 
 
 # --- putting the layers together: what a lower one calls of a higher one is handed to it here -----

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ..core.space import Space
 from ..registry import Stats, reset_stats, stats
 from .cache import ConfigCache, overlay_cache
 from .context import AutotunePolicy, forward_autotune_only, policy_override
@@ -10,7 +11,6 @@ from .exchange import export_bundle, import_bundle, verify_bundle
 from .hooks import measuring
 from .persistent import PersistentCache
 from .selection import ConfigSelectorChain
-from .space import Space
 
 __all__ = [
     "AutotunePolicy",
@@ -22,7 +22,6 @@ __all__ = [
     "Space",
     "Stats",
     "StrictMiss",
-    "Tuner",
     "export_bundle",
     "forward_autotune_only",
     "import_bundle",

@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .batched import batched_alike
-from .derivatives import named_when_differentiated, reverse_mode_only
+from .derivatives import batched_alike, named_when_differentiated, reverse_mode_only
 from .invocation import StaticPart, array_owners, split
 from .varying import vary_alike
 

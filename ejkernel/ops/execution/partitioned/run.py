@@ -13,9 +13,9 @@ from ...core.invocation import Invocation, split
 from ...core.kernel import Kernel
 from ...core.partitioning import Layout, Shards, rule_of
 from .auto_axes import AutoAxes
-from .call import PartitionedCall, Run
 from .explicit_axes import ExplicitAxes, explicit_axes, visible_axes
 from .gradient import run_with_gradient
+from .passes import PartitionedCall, Run
 
 
 class Partitioned(NamedTuple):
