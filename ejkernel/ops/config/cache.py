@@ -30,6 +30,15 @@ def as_key(parts: tuple[Any, ...], method: str) -> Any:
     )
 
 
+def key_and_config(parts: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The key and the config that `put` was given, in either form."""
+    if len(parts) not in (2, 4):
+        raise TypeError(
+            f"put takes (key, cfg) or (device, op_id, call_key, cfg); got {len(parts)} arguments"
+        )
+    return as_key(parts[:-1], "put"), parts[-1]
+
+
 MOST_SERVED = 2**16
 """How many traced calls a cache tells apart. Beyond, all calls count as traced: a change of an
 entry then makes programs select again that need not."""
@@ -64,20 +73,15 @@ class ConfigCache:
         self._lock = threading.RLock()
         self._configs: dict[Any, Any] = {}
         self._served: set[Any] = set()
-        self.generation = 0  # how often `install` and `clear` changed what is in force
+        self.generation = 0  # how often `install` and `clear` changed it
 
     @overload
     def put(self, key: Any, cfg: Any, /) -> None: ...
     @overload
     def put(self, device: str, op_id: str, call_key: str, cfg: Any, /) -> None: ...
     def put(self, *parts: Any) -> None:
-        """Keep a config: `put(key, cfg)` or `put(device, op_id, call_key, cfg)`."""
-        if len(parts) not in (2, 4):
-            raise TypeError(
-                "put takes (key, cfg) or (device, op_id, call_key, cfg); "
-                f"got {len(parts)} arguments"
-            )
-        key, cfg = as_key(parts[:-1], "put"), parts[-1]
+        """Store a config: `put(key, cfg)` or `put(device, op_id, call_key, cfg)`."""
+        key, cfg = key_and_config(parts)
         with self._lock:
             old = self._configs.get(key, _ABSENT)
             self._configs[key] = cfg
@@ -96,7 +100,7 @@ class ConfigCache:
         return self._configs.get(as_key(parts, "get"))
 
     def install(self, configs: Mapping[Any, Any]) -> None:
-        """Put configs in force for good; programs that were traced before select again.
+        """Put configs in for good; programs that were traced before select again.
 
         In a job of several processes every process must do so, as with all that changes programs:
         what they agreed on before is settled anew.

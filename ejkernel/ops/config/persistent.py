@@ -23,7 +23,7 @@ from ..utils.serialize import (
     qualified_name,
     to_plain,
 )
-from .cache import as_key
+from .cache import as_key, key_and_config
 
 if TYPE_CHECKING:
     from ..core.invocation import Invocation
@@ -120,12 +120,7 @@ class PersistentCache:
         `trials` are stored one by one: those that are there already stay, unless the new ones
         replace them or were made from another source, with another compiler, or in another way.
         """
-        if len(parts) not in (2, 4):
-            raise TypeError(
-                "put takes (key, cfg) or (device, op_id, call_key, cfg); "
-                f"got {len(parts)} arguments"
-            )
-        key, cfg = as_key(parts[:-1], "put"), parts[-1]
+        key, cfg = key_and_config(parts)
         self._store.put(key, to_plain(cfg), qualified_name(type(cfg)), about or {})
         declare_type(type(cfg))
 

@@ -14,7 +14,7 @@ import jax
 
 from ..core.invocation import Invocation
 from ..core.kernel import Kernel
-from ..core.requirements import no_config_message, requests_reference
+from ..core.requirements import refuse_reference
 from ..core.types import ConfigKey
 from ..registry import count_decision, count_tuning
 from ..utils.fingerprint import device_fingerprint
@@ -297,8 +297,7 @@ class ConfigSelectorChain:
     def _request(
         self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], **changes: Any
     ) -> Request:
-        if requests_reference(inv):
-            raise ValueError(no_config_message(inv))
+        refuse_reference(inv)
         policy = dataclasses.replace(effective_policy(self.policy, self.selector_id), **changes)
         inv = asked_call(inv, policy)
         return Request(inv, kernel, inv.key, policy, self._emitter(inv.key))

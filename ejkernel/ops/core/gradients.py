@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -213,9 +213,7 @@ def call_with_rule(
             needed = _differentiated_keywords(differentiated, args, kwargs)
             saved = fixed.merge(saved) if fixed else rule.forward(args, kwargs)[1]
             raw = rule.backward(saved, dout, args, kwargs, needed)
-            gradients = _checked(op_id, rule.name, raw, args, kwargs)
-            _refuse_missing(op_id, rule.name, gradients[1], needed)
-            leaves = _gradient_leaves(gradients, (args, dict(kwargs)))
+            leaves = _gradient_leaves(op_id, rule.name, raw, args, kwargs, needed)
             return [leaves[i] for i in rest.array_positions]
 
         named = named_when_differentiated(op_id, advice, compute)
@@ -238,14 +236,20 @@ def materialised(cotangent: Any) -> Any:
     return jax.tree.map(concrete, cotangent, is_leaf=lambda leaf: isinstance(leaf, zero))
 
 
-def _checked(
+def _gradient_leaves(
     op_id: str,
     rule: str,
     raw: Any,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The author's gradients as (one per argument, by keyword), after checking their number."""
+    needed: frozenset[str],
+) -> list[Any]:
+    """The author's gradients, checked: one for each leaf of the arguments, None without one.
+
+    A keyword array that is differentiated (`needed`) must have a gradient: silence would mean zero.
+    For a positional argument the author said `None` and meant it; keywords they may not have
+    thought of at all.
+    """
     if not isinstance(raw, (tuple, list)):
         raise TypeError(
             f"kernel {op_id}: {rule} must return a tuple with one gradient per argument, "
@@ -267,32 +271,38 @@ def _checked(
             f"kernel {op_id}: {rule} returned {len(gradients)} gradients for "
             f"{len(args)} arguments; return one per argument, None where there is none"
         )
-    checked = tuple(
-        _check_gradient(op_id, rule, f"argument {i}", gradient, arg)
-        for i, (gradient, arg) in enumerate(zip(gradients, args, strict=True))
-    )
-    return checked, {
-        name: _check_gradient(op_id, rule, f"keyword {name!r}", gradient, kwargs[name])
-        for name, gradient in by_keyword.items()
-    }
+    named = [
+        *((f"argument {i}", gradients[i], arg) for i, arg in enumerate(args)),
+        *((f"keyword {name!r}", by_keyword.get(name), kwargs[name]) for name in sorted(kwargs)),
+    ]
+    leaves = [leaf for item in named for leaf in _leaves_of_gradient(op_id, rule, *item)]
+    for name in sorted(needed - set(by_keyword)):
+        raise TypeError(
+            f"kernel {op_id}: the keyword {name!r} is being differentiated, but {rule} "
+            f"returns no gradient for it; pass it by position, return a dict "
+            f"{{{name!r}: gradient}} after the positional gradients ({{{name!r}: None}} for "
+            "a zero one), or wrap it in jax.lax.stop_gradient"
+        )
+    return leaves
 
 
-def _check_gradient(op_id: str, rule: str, where: str, gradient: Any, primal: Any) -> Any:
-    """One argument's gradient with the argument's structure, shapes and dtypes, or an error."""
-    if gradient is None:
-        return None
+def _leaves_of_gradient(
+    op_id: str, rule: str, where: str, gradient: Any, primal: Any
+) -> Iterator[Any]:
+    """One argument's gradient, by the argument's leaves, with their shapes and dtypes."""
     leaves, structure = jax.tree.flatten(primal)
     try:
-        parts = structure.flatten_up_to(gradient)  # type: ignore[attr-defined]
+        parts: list[Any] = [None] * len(leaves)
+        if gradient is not None:
+            parts = structure.flatten_up_to(gradient)  # type: ignore[attr-defined]
     except (ValueError, TypeError) as error:
         raise TypeError(
             f"kernel {op_id}: {rule} returned a gradient for {where} whose structure "
             f"differs from the argument's: {error}"
         ) from error
-    checked: list[Any] = []
     for part, leaf in zip(parts, leaves, strict=True):
         if part is None or not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-            checked.append(None)
+            yield None
             continue
         if jnp.shape(part) != jnp.shape(leaf):
             raise ValueError(
@@ -300,27 +310,7 @@ def _check_gradient(op_id: str, rule: str, where: str, gradient: Any, primal: An
                 f"for {where}, whose shape is {jnp.shape(leaf)}"
             )
         # A rule that accumulates in float32 may return float32 for a bfloat16 argument.
-        checked.append(jnp.asarray(part, dtype=leaf.dtype))
-    return jax.tree.unflatten(structure, checked)
-
-
-def _gradient_leaves(
-    gradients: tuple[tuple[Any, ...], dict[str, Any]],
-    primals: tuple[tuple[Any, ...], dict[str, Any]],
-) -> list[Any]:
-    """The gradients flattened like the primal leaves; None where there is none."""
-    positional, by_keyword = gradients
-    args, kwargs = primals
-    structure = jax.tree.structure((args, kwargs))
-    full = (
-        tuple(_filled(g, arg) for g, arg in zip(positional, args, strict=True)),
-        {name: _filled(by_keyword.get(name), value) for name, value in kwargs.items()},
-    )
-    return list(structure.flatten_up_to(full))  # type: ignore[attr-defined]
-
-
-def _filled(gradient: Any, primal: Any) -> Any:
-    return jax.tree.map(lambda _: None, primal) if gradient is None else gradient
+        yield jnp.asarray(part, dtype=leaf.dtype)
 
 
 def _differentiated_keywords(
@@ -329,20 +319,3 @@ def _differentiated_keywords(
     """The keywords any of whose arrays is differentiated; flags are in the order of the arrays."""
     owners = zip(array_owners(args, kwargs), differentiated, strict=True)
     return frozenset(name for (name, _), wanted in owners if wanted and name in kwargs)
-
-
-def _refuse_missing(
-    op_id: str, rule: str, by_keyword: Mapping[str, Any], differentiated: frozenset[str]
-) -> None:
-    """A keyword array that is differentiated must have a gradient: silence would mean zero.
-
-    For a positional argument the author said `None` and meant it; keywords they may not have
-    thought of at all.
-    """
-    for name in sorted(differentiated - set(by_keyword)):
-        raise TypeError(
-            f"kernel {op_id}: the keyword {name!r} is being differentiated, but {rule} "
-            f"returns no gradient for it; pass it by position, return a dict "
-            f"{{{name!r}: gradient}} after the positional gradients ({{{name!r}: None}} for "
-            "a zero one), or wrap it in jax.lax.stop_gradient"
-        )

@@ -24,7 +24,6 @@ from .implementation import Implementation, class_name, is_constructible
 from .invocation import Invocation, KeyBuilder
 from .methods import (
     SUFFIXES,
-    all_implementations_of,
     check_implementations,
     check_kernel,
     check_method_names,
@@ -45,9 +44,8 @@ from .requirements import (
     implementation_for,
     implementation_keyword,
     limit_reasons,
-    no_config_message,
+    refuse_reference,
     requested,
-    requests_reference,
     with_plain_numbers,
     without_implementation,
 )
@@ -275,14 +273,13 @@ class Kernel(Generic[Cfg, Out]):
 
     def implementations_here(self) -> Sequence[Implementation[Any, Any]]:
         """The implementations that run on the current device, the preferred one first."""
-        kind = device_kind()
         if not self.implementations:
-            return implementations_of(self, kind)
-        return [item for item in self.implementations if item.runs_on(kind)]
+            return implementations_of(self, device_kind())
+        return [item for item in self.implementations if item.runs_on(device_kind())]
 
     def all_implementations(self) -> Sequence[Implementation[Any, Any]]:
         """The implementations for any device; not the reference, which has no configs."""
-        return self.implementations or all_implementations_of(self, device_kind())
+        return self.implementations or implementations_of(self, device_kind(), everywhere=True)
 
     def has_gradient_rule(self) -> bool:
         """Whether any of its implementations has a gradient rule of its own."""
@@ -306,27 +303,18 @@ class Kernel(Generic[Cfg, Out]):
             )
         return found[name]
 
-    def heuristic(self, inv: Invocation[Cfg, Out]) -> Cfg:
-        """The heuristic config of the current device, checked."""
-        if requests_reference(inv):
-            raise ValueError(no_config_message(inv))
-        return self._heuristic_of(inv, implementation_for(self, inv))
-
-    def _heuristic_of(
-        self, inv: Invocation[Cfg, Out], implementation: Implementation[Any, Any]
+    def heuristic(
+        self, inv: Invocation[Cfg, Out], implementation: Implementation[Any, Any] | None = None
     ) -> Cfg:
-        cfg = implementation.heuristic_config(inv)
-        said = (
-            f"the heuristic of {implementation.name!r} returned"
-            if self.implementations
-            else ("heuristic_cfg returned")
-        )
-        return self._checked(cfg, said, inv, implementation)
+        """The heuristic config of an implementation (default: the one for the call), checked."""
+        refuse_reference(inv)
+        chosen = implementation or implementation_for(self, inv)
+        method = f"the heuristic of {chosen.name!r}" if self.implementations else "heuristic_cfg"
+        return self.check_config(chosen.heuristic_config(inv), f"{method} returned", inv, chosen)
 
     def candidates(self, inv: Invocation[Cfg, Out]) -> list[Cfg]:
         """Every distinct config to try on the current device; the heuristic one comes first."""
-        if requests_reference(inv):
-            raise ValueError(no_config_message(inv))
+        refuse_reference(inv)
         if not self.tune_implementations or requested(inv) is not None:
             return self._candidates_of(inv, implementation_for(self, inv))
         return [
@@ -348,45 +336,38 @@ class Kernel(Generic[Cfg, Out]):
         if self.implementations:
             said = f"the space of {implementation.name!r} listed"
         checked = [self.check_config_class(cfg, said) for cfg in configs]
-        return self._with_heuristic(inv, checked, implementation)
+        return self.with_heuristic(inv, checked, implementation)
 
-    def with_heuristic(self, inv: Invocation[Cfg, Out], configs: Iterable[Cfg]) -> list[Cfg]:
-        """The heuristic config, if there is one, and then the others, each once."""
-        return self._with_heuristic(inv, configs, implementation_for(self, inv))
-
-    def _with_heuristic(
+    def with_heuristic(
         self,
         inv: Invocation[Cfg, Out],
         configs: Iterable[Cfg],
-        implementation: Implementation[Any, Any],
+        implementation: Implementation[Any, Any] | None = None,
     ) -> list[Cfg]:
+        """The heuristic config, if there is one, and then the others, each once."""
         found: list[Cfg] = []
         with contextlib.suppress(NotImplementedError):  # a space without a heuristic is fine
-            found.append(self._heuristic_of(inv, implementation))
+            found.append(self.heuristic(inv, implementation))
         distinct: dict[Any, Cfg] = {}
         for cfg in (*found, *configs):
             distinct.setdefault((type(cfg), stable_json(cfg)), cfg)
         return list(distinct.values())
 
     def check_config(
-        self, cfg: Any, origin: str = "cfg is", inv: Invocation[Cfg, Out] | None = None
+        self,
+        cfg: Any,
+        origin: str = "cfg is",
+        inv: Invocation[Cfg, Out] | None = None,
+        implementation: Implementation[Any, Any] | None = None,
     ) -> Cfg:
         """Return `cfg` if it is a config of this kernel, and, with `inv`, one for that call.
 
         Numbers of NumPy in it are turned into Python's.
 
         Raises a `TypeError` for another class or a field of another type, and a `ValueError` for a
-        field that is not within the `limits` of the implementation that handles the call.
+        field that is not within the `limits` of the implementation (default: the one that handles
+        the call).
         """
-        return self._checked(cfg, origin, inv, None)
-
-    def _checked(
-        self,
-        cfg: Any,
-        origin: str,
-        inv: Invocation[Cfg, Out] | None,
-        implementation: Implementation[Any, Any] | None,
-    ) -> Cfg:
         self.check_config_class(cfg, origin)
         if reasons := field_reasons(cfg):
             raise TypeError(self._refusal(cfg, origin, reasons))
@@ -485,13 +466,9 @@ def _declared_config_type(cls: type) -> Any:
     for base in getattr(cls, "__orig_bases__", ()):
         origin = typing.get_origin(base)
         if isinstance(origin, type) and issubclass(origin, Kernel):
-            arguments = typing.get_args(base)
-            if (
-                arguments
-                and not isinstance(arguments[0], (TypeVar, str))
-                and arguments[0] is not Any
-            ):
-                return arguments[0]
+            declared = next(iter(typing.get_args(base)), Any)
+            if not isinstance(declared, (TypeVar, str)) and declared is not Any:
+                return declared
     return None
 
 

@@ -52,20 +52,16 @@ def method_name(method: str, suffix: str) -> str:
     return f"{method}_{suffix}" if suffix else method
 
 
-def implementations_of(kernel: Kernel[Any, Any], kind: str) -> list[Implementation[Any, Any]]:
-    """The run methods that run on a device kind, most specific first, as implementations."""
+def implementations_of(
+    kernel: Kernel[Any, Any], kind: str, everywhere: bool = False
+) -> list[Implementation[Any, Any]]:
+    """The run methods that run on a device kind, most specific first, as implementations.
+
+    With `everywhere`, all of them: those for other devices than this kind included.
+    """
     return [
         _implementation(kernel, suffix, kind)
-        for suffix in suffix_order(kind)
-        if _written(kernel, "run", suffix) is not None
-    ]
-
-
-def all_implementations_of(kernel: Kernel[Any, Any], kind: str) -> list[Implementation[Any, Any]]:
-    """All run methods as implementations, those for other devices than this kind included."""
-    return [
-        _implementation(kernel, suffix, kind)
-        for suffix in ("", *SUFFIXES)
+        for suffix in (("", *SUFFIXES) if everywhere else suffix_order(kind))
         if _written(kernel, "run", suffix) is not None
     ]
 

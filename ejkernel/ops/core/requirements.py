@@ -108,13 +108,14 @@ def requests_reference(inv: Invocation[Any, Any]) -> bool:
     return inv.kwargs.get(IMPLEMENTATION) == REFERENCE
 
 
-def no_config_message(inv: Invocation[Any, Any]) -> str:
-    """What to say to whoever wants a config for the definition."""
-    return (
-        f"kernel {inv.full_op_id}: {IMPLEMENTATION}={REFERENCE!r} is the definition, which has no "
-        f"config: there is nothing to choose and nothing to tune. Leave {IMPLEMENTATION} out to "
-        "have the config of a fast implementation"
-    )
+def refuse_reference(inv: Invocation[Any, Any], given: str = "") -> None:
+    """Raise a `ValueError` for whoever wants, or has given, a config for the definition."""
+    if requests_reference(inv):
+        raise ValueError(
+            f"kernel {inv.full_op_id}: {IMPLEMENTATION}={REFERENCE!r} is the definition, which has "
+            f"no config: there is nothing to choose and nothing to tune. Leave {IMPLEMENTATION} "
+            f"out to have the config of a fast implementation{given}"
+        )
 
 
 def implementation_for(

@@ -15,7 +15,7 @@ from ..config.persistent import PersistentCache
 from ..config.selection import ConfigSelectorChain
 from ..core.invocation import Invocation, symbolic_sizes
 from ..core.kernel import Kernel
-from ..core.requirements import no_config_message, requests_reference
+from ..core.requirements import refuse_reference, requests_reference
 from ..core.running import default_config, run_selected, run_unlabelled, run_with_default
 from ..core.symbolic import run_with_symbols
 from ..registry import Recorded
@@ -154,7 +154,7 @@ class Executor:
         )
         if requests_reference(inv):
             if cfg is not None:
-                raise ValueError(f"{no_config_message(inv)}; cfg={cfg!r} was given")
+                refuse_reference(inv, f"; cfg={cfg!r} was given")
             # Neither recorded nor labelled: what is, is tuned.
             return run_definition(inv, kernel, lambda i, k: run_unlabelled(i, k, None))
         if kernel.partitioning is not None:

@@ -181,7 +181,7 @@ class JittedCall:
         refuse_unhashable(self.kernel, static)
         self._refuse_mixed_devices(error, args, kwargs)
         data, fixed = FixedPart.of(args, kwargs)
-        if not fixed.has_leaves_jax_refuses:
+        if not fixed.leaves:  # nothing among the data that JAX refuses
             raise error
         if not _is_hashable(fixed):
             raise TypeError(
@@ -236,11 +236,6 @@ class FixedPart:
     def leaves(self) -> list[Any]:
         """The values among the data that are built in."""
         return [leaf for leaf in self.rest.fixed if leaf is not ARRAY]
-
-    @property
-    def has_leaves_jax_refuses(self) -> bool:
-        """True if something among the data could not be traced."""
-        return bool(self.leaves)
 
 
 @dataclasses.dataclass(frozen=True)
