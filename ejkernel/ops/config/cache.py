@@ -44,19 +44,6 @@ MOST_SERVED = 2**16
 entry then makes programs select again that need not."""
 
 
-class _Everything(set[Any]):
-    """The set of all keys."""
-
-    def __contains__(self, key: object) -> bool:
-        return True
-
-    def add(self, key: object) -> None:
-        """It is there."""
-
-    def __bool__(self) -> bool:
-        return True
-
-
 class ConfigCache:
     """Configs by key, in memory. Safe to use from many threads.
 
@@ -72,7 +59,7 @@ class ConfigCache:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._configs: dict[Any, Any] = {}
-        self._served: set[Any] = set()
+        self._served: set[Any] | None = set()  # None: all
         self.generation = 0  # how often `install` and `clear` changed it
 
     @overload
@@ -85,8 +72,9 @@ class ConfigCache:
         with self._lock:
             old = self._configs.get(key, _ABSENT)
             self._configs[key] = cfg
-            changed = key in self._served and (old is _ABSENT or old != cfg)
-            if changed:
+            served = self._served is None or key in self._served
+            changed = served and (old is _ABSENT or old != cfg)
+            if changed and self._served is not None:
                 self._served.discard(key)
         if changed:
             context.forget_traces()
@@ -118,14 +106,15 @@ class ConfigCache:
     def mark_served(self, key: Any) -> None:
         """A program is being compiled for this key, with whatever config it got."""
         with self._lock:
-            self._served.add(key)
-            if len(self._served) > MOST_SERVED:
-                self._served = _Everything()
+            if self._served is not None:
+                self._served.add(key)
+                if len(self._served) > MOST_SERVED:
+                    self._served = None
 
     def clear(self) -> None:
         """Forget everything; programs that used an entry select again on their next call."""
         with self._lock:
-            served = bool(self._served)
+            served = self._served is None or bool(self._served)
             self._configs.clear()
             self._served = set()
             self.generation += 1

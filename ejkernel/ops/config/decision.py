@@ -127,41 +127,28 @@ class Miss:
 
     def error(self) -> ConfigMiss:
         """The error for whoever cannot do without; the miss is counted and told to listeners."""
-        request = self.request
-        count_miss(request.key.op_id)
-        kind, text = (
-            (StrictMiss, self._strict()) if request.policy.strict else (ConfigMiss, self._plain())
+        request, key = self.request, self.request.key
+        count_miss(key.op_id)
+        strict = bool(request.policy.strict)
+        tiers = "\n".join(f"  {miss.tier}: {miss.explain()}" for miss in self.misses)
+        text = (
+            f"{'strict mode: no config is stored' if strict else 'no config'} for "
+            f"{key.op_id}({request.inv.signature}), key {key.call_key} on {key.device}:\n{tiers}\n"
+            f"{_STRICT_ADVICE.format(_store_option(self.store)) if strict else _ADVICE}"
         )
-        error = kind(text, request.key, request.inv.signature)
+        error = (StrictMiss if strict else ConfigMiss)(text, key, request.inv.signature)
         request.emit("error", error=error)
         return error
 
-    def _tiers(self) -> str:
-        return "\n".join(f"  {miss.tier}: {miss.explain()}" for miss in self.misses)
 
-    def _plain(self) -> str:
-        key = self.request.key
-        return (
-            f"no config for {key.op_id}({self.request.inv.signature}), key {key.call_key} on "
-            f"{key.device}:\n{self._tiers()}\n"
-            "Tune it (policy_override(autotune=True)), allow heuristics, or give cfg= with the "
-            "call."
-        )
-
-    def _strict(self) -> str:
-        """Which call, where was looked, what to run."""
-        key = self.request.key
-        return (
-            f"strict mode: no config is stored for {key.op_id}({self.request.inv.signature}), key "
-            f"{key.call_key} on {key.device}:\n{self._tiers()}\n"
-            "Tune it on such a device, once:\n"
-            f"  ejkernel tune MODULE:FUNCTION{_store_option(self.store)}\n"
-            "where FUNCTION() returns the function that makes this call and its example arguments, "
-            "(function, arguments).\n"
-            "To ship what was tuned elsewhere, name its bundle in EJKERNEL_CONFIG_PATH. To go on "
-            "with the kernel's default config: EJKERNEL_STRICT=0, or "
-            "policy_override(strict=False)."
-        )
+_ADVICE = "Tune it (policy_override(autotune=True)), allow heuristics, or give cfg= with the call."
+_STRICT_ADVICE = """\
+Tune it on such a device, once:
+  ejkernel tune MODULE:FUNCTION{}
+where FUNCTION() returns the function that makes this call and its example arguments, \
+(function, arguments).
+To ship what was tuned elsewhere, name its bundle in EJKERNEL_CONFIG_PATH. To go on with the \
+kernel's default config: EJKERNEL_STRICT=0, or policy_override(strict=False)."""
 
 
 def _store_option(store: PersistentCache | None) -> str:

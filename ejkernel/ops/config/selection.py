@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 
 from ..core.invocation import Invocation
-from ..core.kernel import Kernel
+from ..core.kernel import Kernel, kernel_named
 from ..core.requirements import refuse_reference
 from ..core.types import ConfigKey
 from ..registry import count_decision, count_tuning
 from ..utils.fingerprint import device_fingerprint
-from .cache import ConfigCache, overlay_cache
+from .cache import ConfigCache, OverlayLayer, overlay_cache
 from .context import (
     AutotunePolicy,
+    active_layers,
     asked_call,
     effective_policy,
     forward_autotune_only,
@@ -248,10 +249,6 @@ class ConfigSelectorChain:
 
     def known_config(self, op_id: str, call_key: str, device: str | None = None) -> Any:
         """What overlays, memory, disk and bundles hold for a label's operation; None if nothing."""
-        from ..core.kernel import kernel_named
-        from .cache import OverlayLayer
-        from .context import active_layers
-
         key = ConfigKey(device or device_fingerprint(), op_id, call_key)
         for layer in active_layers(OverlayLayer):
             cfg = layer.find(key)

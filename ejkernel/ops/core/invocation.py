@@ -171,7 +171,7 @@ class Invocation(Generic[Cfg, Out]):
         return dataclasses.replace(self, differentiated=()) if self.differentiated else self
 
     def abstract(self) -> Invocation[Cfg, Out]:
-        """The same call with shapes instead of arrays: safe to keep, equal in every key."""
+        """The same call with shapes instead of arrays: safe to hold, equal in every key."""
         return dataclasses.replace(
             self,
             args=self.abstract_args,

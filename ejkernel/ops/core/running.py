@@ -77,7 +77,7 @@ def _run(
 ) -> Any:
     arrays, rest = split((inv.args, without_implementation(inv.kwargs)))
     keyword = implementation_keyword(inv.kwargs)
-    # What JAX keeps of this call, to differentiate it later, must not hold the arrays of its trace.
+    # What JAX holds of this call, to differentiate it later, must not hold the arrays of its trace.
     call = dataclasses.replace(inv, args=(), kwargs={})
     owners = [name for name, _ in array_owners(*rest.merge(arrays))]
 

@@ -48,7 +48,7 @@ class Executor:
     >>> executor = Executor(ConfigSelectorChain(cache=ConfigCache(), autotune=False))
     """
 
-    # Kernels keep their entries for this executor under `_key`, which does not keep it alive.
+    # Kernels have their entries for this executor under `_key`, which does not keep it alive.
     __slots__ = ("__dict__", "__weakref__", "_key")
 
     _key: ExecutorKey
@@ -127,34 +127,19 @@ class Executor:
         if cfg is not None:
             kernel.check_config_class(cfg)
         args, kwargs = kernel.prepared(args, kwargs)
-        if symbolic_sizes((args, kwargs)):
-            settings = {"cfg": cfg, "batch_axes": batch_axes, "stamp": stamp}
-            return run_with_symbols(
-                kernel, args, kwargs, lambda a, k: self._run(kernel, a, k, **settings)
-            )
-        return self._run(kernel, args, kwargs, cfg=cfg, batch_axes=batch_axes, stamp=stamp)
 
-    def _run(
-        self,
-        kernel: Kernel[Any, Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        cfg: Any,
-        batch_axes: Any,
-        stamp: bool,
-    ) -> Any:
-        inv: Invocation[Any, Any] = Invocation(
-            kernel=kernel,
-            args=args,
-            kwargs=kwargs,
-            batch_axes=batch_axes,
-            override_cfg=cfg,
-            stamp=stamp,
-        )
+        def call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            given = {"batch_axes": batch_axes, "override_cfg": cfg, "stamp": stamp}
+            return self._run(Invocation(kernel=kernel, args=args, kwargs=kwargs, **given), kernel)
+
+        if symbolic_sizes((args, kwargs)):
+            return run_with_symbols(kernel, args, kwargs, call)
+        return call(args, kwargs)
+
+    def _run(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
         if requests_reference(inv):
-            if cfg is not None:
-                refuse_reference(inv, f"; cfg={cfg!r} was given")
+            if inv.override_cfg is not None:
+                refuse_reference(inv, f"; cfg={inv.override_cfg!r} was given")
             # Neither recorded nor labelled: what is, is tuned.
             return run_definition(inv, kernel, lambda i, k: run_unlabelled(i, k, None))
         if kernel.partitioning is not None:
@@ -166,7 +151,7 @@ class Executor:
     def _run_here(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
         """Select and run with the shapes that the current trace sees."""
         recorded = Recorded()
-        # JAX keeps `select` with the program, to differentiate it later. That must not keep the
+        # JAX holds `select` with the program, to differentiate it later. That must not keep the
         # executor: a server may make one for every request.
         chooser = _weakly(self.chooser)
         missing: list[Invocation[Any, Any]] = []

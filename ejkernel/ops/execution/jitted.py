@@ -33,7 +33,7 @@ class Unsorted(Exception):
 
 
 MAX_JITTED = 128
-"""How many jitted functions an entry keeps for calls that differ in what is static or built in."""
+"""How many jitted functions an entry holds for calls that differ in what is static or built in."""
 
 
 class JittedCall:

@@ -157,7 +157,7 @@ AGREEMENT_SECONDS = Variable(
 NATIVE = Variable(
     "EJKERNEL_NATIVE",
     "auto",
-    "kernels in C++: `auto` (compiled on first use if there is a compiler, then kept), `built` "
+    "kernels in C++: `auto` (compiled on first use if there is a compiler, then stored), `built` "
     "(used if `ejkernel native build` has made them), `off`",
     choices=("auto", "built", "off"),
 )

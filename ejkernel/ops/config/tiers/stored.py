@@ -148,7 +148,7 @@ def earlier_key(request: Request) -> ConfigKey | None:
 
 
 class BundleTier(StoredTier):
-    """Bundles that a team keeps in files and that libraries ship; see `ejkernel.store.bundle`."""
+    """Bundles that a team has in files and that libraries ship; see `ejkernel.store.bundle`."""
 
     name = "bundle"
 

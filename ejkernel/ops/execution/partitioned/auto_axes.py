@@ -26,7 +26,7 @@ class AutoAxes:
     whole arrays: residuals of a device are not.
     """
 
-    keeps_residuals: bool = False
+    saves_residuals: bool = False
 
     def place(self, work: Pass) -> Function:
         """The pass as a function of arrays."""

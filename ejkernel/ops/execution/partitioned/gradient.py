@@ -114,19 +114,19 @@ def run_with_gradient(call: PartitionedCall, placement: Placement, arrays: Seque
         wanted = tuple(i for i, array in enumerate(arrays) if _is_differentiated(array))
         residuals: Saved | Recomputed = (
             Saved(local, wanted)
-            if placement.keeps_residuals
+            if placement.saves_residuals
             else Recomputed(local, wanted, len(values))
         )
         leaves = forward_pass(residuals.forward)(*values)
-        out, kept = leaves[:count], leaves[count:]
-        if not packed.reserve(len(residuals.arguments) + len(kept)):
-            residuals, kept = Recomputed(local, wanted, len(values)), []
+        out, own = leaves[:count], leaves[count:]
+        if not packed.reserve(len(residuals.arguments) + len(own)):
+            residuals, own = Recomputed(local, wanted, len(values)), []
         needed = [values[i] for i in residuals.arguments]
-        return out, packed.pack([*needed, *kept], (residuals, wanted))
+        return out, packed.pack([*needed, *own], (residuals, wanted))
 
     def backward(saved: Any, dout: Any) -> tuple[list[Any]]:
         leaves, (residuals, wanted) = packed.unpack(saved)
-        kept = leaves[len(residuals.arguments) :]
+        own = leaves[len(residuals.arguments) :]
 
         def pull_back(shards: Shards | None, arrays: Sequence[Any]) -> list[Any]:
             pull = residuals.pullback(shards, arrays[:-count])
@@ -139,12 +139,12 @@ def run_with_gradient(call: PartitionedCall, placement: Placement, arrays: Seque
             pull_back,
             (
                 *(layout.names[i] for i in arguments),
-                *("a residual" for _ in kept),
+                *("a residual" for _ in own),
                 *(f"the gradient of output {i}" for i in range(count)),
             ),
             (
                 *(layout.arguments[i] for i in arguments),
-                *(((DEVICE,), *((),) * (leaf.ndim - 1)) for leaf in kept),
+                *(((DEVICE,), *((),) * (leaf.ndim - 1)) for leaf in own),
                 *layout.outputs,
             ),
             [layout.arguments[i] for i in wanted],

@@ -171,7 +171,7 @@ class Placement(Protocol):
     """A way of running a pass on all devices of a mesh."""
 
     @property
-    def keeps_residuals(self) -> bool:
+    def saves_residuals(self) -> bool:
         """Whether the forward pass may give more than its outputs."""
         ...
 
