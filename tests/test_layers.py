@@ -1,4 +1,4 @@
-"""Imports go one way, what a lower layer calls of a higher one is handed in; and a call is short."""
+"""Imports go one way: what a lower layer calls of a higher one is handed in. Calls are short."""
 
 from __future__ import annotations
 
