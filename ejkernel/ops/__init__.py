@@ -6,10 +6,28 @@
 from typing import TYPE_CHECKING, Any
 
 from ..native import provide_environment
-from . import config, core, execution, utils
-from .config import *  # noqa: F403  what each layer exports, `ejkernel.ops` does too
+from . import core, execution, utils
+from .config import (  # not by `*`, which would load the tuner
+    AutotunePolicy,
+    ConfigCache,
+    ConfigMiss,
+    ConfigSelectorChain,
+    Decision,
+    PersistentCache,
+    Space,
+    Stats,
+    StrictMiss,
+    export_bundle,
+    forward_autotune_only,
+    import_bundle,
+    overlay_cache,
+    policy_override,
+    reset_stats,
+    stats,
+    verify_bundle,
+)
 from .config.hooks import provide_agreement, provide_measuring
-from .core import *  # noqa: F403
+from .core import *  # noqa: F403  what each layer exports, `ejkernel.ops` does too
 from .core.kernel import provide_calling
 from .execution import *  # noqa: F403
 from .execution import default_executor
@@ -22,9 +40,30 @@ from .utils.meta import provide_default_selector
 if TYPE_CHECKING:
     from .tuner.tuner import Tuner
 
-__all__ = ["Tuner", "clear_invocations", "get_invocations", "record_invocation"]
+__all__ = [
+    "AutotunePolicy",
+    "ConfigCache",
+    "ConfigMiss",
+    "ConfigSelectorChain",
+    "Decision",
+    "PersistentCache",
+    "Space",
+    "Stats",
+    "StrictMiss",
+    "Tuner",
+    "clear_invocations",
+    "export_bundle",
+    "forward_autotune_only",
+    "get_invocations",
+    "import_bundle",
+    "overlay_cache",
+    "policy_override",
+    "record_invocation",
+    "reset_stats",
+    "stats",
+    "verify_bundle",
+]
 __all__ += core.__all__
-__all__ += config.__all__
 __all__ += execution.__all__
 __all__ += utils.__all__
 

@@ -22,6 +22,7 @@ __all__ = [
     "Space",
     "Stats",
     "StrictMiss",
+    "Tuner",
     "export_bundle",
     "forward_autotune_only",
     "import_bundle",
