@@ -3,10 +3,10 @@
 >>> from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor, Kernel
 """
 
+# ruff: noqa: F403, F405  the lists of the layers say what `*` is
 from typing import TYPE_CHECKING, Any
 
 from ..native import provide_environment
-from . import core, execution, utils
 from .config import (  # not by `*`, which would load the tuner
     AutotunePolicy,
     ConfigCache,
@@ -27,13 +27,13 @@ from .config import (  # not by `*`, which would load the tuner
     verify_bundle,
 )
 from .config.hooks import provide_agreement, provide_measuring
-from .core import *  # noqa: F403  what each layer exports, `ejkernel.ops` does too
+from .core import *
 from .core.kernel import provide_calling
-from .execution import *  # noqa: F403
+from .execution import *
 from .execution import default_executor
 from .execution.jitted import JittedCalls
 from .registry import clear_invocations, get_invocations, record_invocation
-from .utils import *  # noqa: F403
+from .utils import *
 from .utils import environment
 from .utils.meta import provide_default_selector
 
@@ -41,31 +41,73 @@ if TYPE_CHECKING:
     from .tuner.tuner import Tuner
 
 __all__ = [
+    "LABEL_PREFIXES",
+    "LABEL_RE",
     "AutotunePolicy",
+    "AutotuningResult",
+    "BatchAxes",
+    "BwdParams",
+    "Cfg",
     "ConfigCache",
+    "ConfigChooser",
+    "ConfigKey",
     "ConfigMiss",
     "ConfigSelectorChain",
     "Decision",
+    "Dimension",
+    "Entry",
+    "Executor",
+    "FwdParams",
+    "Implementation",
+    "Invocation",
+    "Kernel",
+    "Limit",
+    "Limits",
+    "NearShapes",
+    "NotSupported",
+    "Out",
+    "Partitioning",
     "PersistentCache",
+    "Shards",
     "Space",
     "Stats",
     "StrictMiss",
+    "Supports",
     "Tuner",
+    "abstractify",
+    "autotune",
+    "autotune_lowered",
+    "autotune_recorded",
+    "benchmark",
     "clear_invocations",
+    "default_executor",
+    "default_key_builder_with_sharding",
+    "device_fingerprint",
+    "device_kind",
     "export_bundle",
+    "extract_labels_from_hlo_text",
+    "find_labels_in_lowered",
     "forward_autotune_only",
+    "from_json",
+    "get_device_platform",
     "get_invocations",
     "import_bundle",
+    "label",
+    "labels_to_configs",
     "overlay_cache",
+    "pmap_with_config",
     "policy_override",
     "record_invocation",
     "reset_stats",
+    "set_default_executor",
+    "sharding_fingerprint",
+    "short_hash",
+    "stable_json",
     "stats",
+    "to_json",
     "verify_bundle",
+    "vmap_with_config",
 ]
-__all__ += core.__all__
-__all__ += execution.__all__
-__all__ += utils.__all__
 
 
 # --- putting the layers together: what a lower one calls of a higher one is handed to it here -----
