@@ -8,6 +8,7 @@ A reader who follows one call through the package opens these files. Importing i
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 import sys
 import tempfile
@@ -57,6 +58,7 @@ def files_of(call: Any) -> list[str]:
 def main() -> None:
     x = jnp.ones(8)
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["EJKERNEL_CACHE_DIR"] = folder  # nothing is stored yet, whoever runs this
         store = PersistentCache(folder)
         executor = Executor(ConfigSelectorChain(ConfigCache(), persistent=store, autotune=False))
         cases = {

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from benchmarks.side_by_side import Call, prepared, race
 from ejkernel.modules import OPERATIONS
-from ejkernel.ops.core.static_part import split
+from ejkernel.ops.core.invocation import split
 from ejkernel.ops.tuner.inputs import realistic_inputs
 from ejkernel.ops.tuner.session import function_maker, tune_invocation, with_gradients
 from ejkernel.ops.tuner.tuner import Tuner

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 
 from .ops.config.cache import ConfigCache
+from .ops.config.context import AutotunePolicy, policy_override
 from .ops.config.persistent import PersistentCache
-from .ops.config.policy import AutotunePolicy, policy_override
 from .ops.config.selection import ConfigSelectorChain
+from .ops.core.invocation import split
 from .ops.core.kernel import Kernel
-from .ops.core.static_part import split
 from .ops.execution.call_counts import count_calls
 from .ops.execution.executor import default_executor
 from .ops.execution.offline import labelled_invocations

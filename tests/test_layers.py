@@ -1,9 +1,12 @@
-"""Imports go one way: what a lower layer calls of a higher one is handed in, by `ejkernel.ops`."""
+"""Imports go one way: what a lower layer calls of a higher one is handed in. Calls are short."""
 
 from __future__ import annotations
 
 import ast
 import pathlib
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -105,3 +108,11 @@ def test_an_import_upwards_is_seen_wherever_it_stands(tmp_path):
     assert found == {"ejkernel.ops.utils.stable", *above}
     here = layer_of("ejkernel.ops.config.selection")
     assert {name for name in found if layer_of(name) > here} == above
+
+
+def test_who_follows_a_first_call_opens_at_most_20_files():
+    script = ROOT / "benchmarks" / "first_call.py"
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    counts = [int(count) for count in re.findall(r": (\d+) files$", run.stdout, re.MULTILINE)]
+    assert len(counts) == 2
+    assert max(counts) <= 20, run.stdout

@@ -7,7 +7,7 @@ not load it.
 
 from typing import TYPE_CHECKING, Any
 
-from ..ops.config.agreement import AgreementError, AgreementTimeout
+from ..ops.config.hooks import AgreementError, AgreementTimeout
 
 if TYPE_CHECKING:
     from .cluster import ClusterResult, tune_on_cluster

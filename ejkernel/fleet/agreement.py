@@ -24,11 +24,11 @@ import jax
 
 from .. import __version__
 from ..ops.config import context
-from ..ops.config.agreement import AgreementError, AgreementTimeout, Answer
-from ..ops.config.decision import Decision
+from ..ops.config.decision import Answer, Decision
+from ..ops.config.hooks import AgreementError, AgreementTimeout
 from ..ops.config.tiers.request import Request
 from ..ops.utils import environment
-from ..ops.utils.stable import short_hash
+from ..ops.utils.fingerprint import short_hash
 from .coordination import CoordinationService, connect
 from .message import Message, described
 
@@ -64,7 +64,7 @@ class JobAgreement:
         self._settings_compared = False
 
     def settle(self, request: Request, generation: int, ask: Callable[[Request], Answer]) -> Answer:
-        """The answer that holds in every process (see `ejkernel.ops.config.agreement`)."""
+        """The answer that holds in every process (see `ejkernel.ops.config.hooks`)."""
         question = question_of(request, generation)
         request = dataclasses.replace(request, agreed=True)
         if question not in self._settled and self._deciding_here:

@@ -14,8 +14,8 @@ import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ..ops.config.context import effective_policy
 from ..ops.config.persistent import PersistentCache
-from ..ops.config.policy import effective_policy
 from ..ops.config.selection import ConfigSelectorChain
 from ..ops.core.invocation import Invocation
 from ..ops.core.types import ConfigKey

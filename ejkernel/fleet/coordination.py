@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from ..ops.config.agreement import AgreementError
+from ..ops.config.hooks import AgreementError
 from ..ops.utils import environment
 
 T = TypeVar("T")

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..ops.config.cache import ConfigCache
+from ..ops.config.context import AutotunePolicy
 from ..ops.config.persistent import PersistentCache
-from ..ops.config.policy import AutotunePolicy
 from ..ops.config.selection import ConfigSelectorChain
 from ..ops.core.invocation import Invocation
 from ..ops.core.kernel import Kernel

@@ -11,8 +11,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..ops.config.agreement import AgreementError, Answer
-from ..ops.config.decision import Decision, TierMiss
+from ..ops.config.decision import Answer, Decision, TierMiss
+from ..ops.config.hooks import AgreementError
 from ..ops.config.tiers.request import Request
 from ..ops.utils.serialize import qualified_name, to_plain
 
@@ -32,7 +32,7 @@ class Message:
     @classmethod
     def of(cls, answer: Answer, process: int) -> Message:
         """The message that carries an answer."""
-        missed = answer.passed if isinstance(answer, Decision) else answer
+        missed = answer.misses if isinstance(answer, Decision) else answer
         misses = [(miss.tier, miss.reason) for miss in missed]
         if not isinstance(answer, Decision):
             return cls(process, misses)
@@ -85,7 +85,7 @@ class Message:
             tier=self.decision["tier"],
             key=request.key,
             reason=f"agreed: decided by process {self.process}: {self.decision['reason']}",
-            passed=misses,
+            misses=misses,
             signature=request.inv.signature,
             about=self.decision["about"],
         )

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from ejkernel.ops import Limit
 
-COUNT = Limit(least=1, most=2**31 - 1)
+COUNT = Limit(minimum=1, maximum=2**31 - 1)
 """Of something that is cut to what there is: rows, keys, heads, pages."""
 
-SUBLANES = Limit(least=8, most=2**15, multiple_of=8)
+SUBLANES = Limit(minimum=8, maximum=2**15, multiple_of=8)
 """The second last axis of a block on a TPU."""
 
-LANES = Limit(least=128, most=2**15, multiple_of=128)
+LANES = Limit(minimum=128, maximum=2**15, multiple_of=128)
 """The last axis of a block on a TPU."""
 
-TRITON_SIDE = Limit(least=16, most=1024, power_of_two=True)
+TRITON_SIDE = Limit(minimum=16, maximum=1024, power_of_two=True)
 """A side of a Triton tile that goes into a product."""
 
-WARPS = Limit(least=1, most=32, power_of_two=True)
-STAGES = Limit(least=1, most=16)
+WARPS = Limit(minimum=1, maximum=32, power_of_two=True)
+STAGES = Limit(minimum=1, maximum=16)
 
 
 def launch(prefix: str) -> dict[str, Limit]:

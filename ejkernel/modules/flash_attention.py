@@ -67,7 +67,7 @@ def flash_attention(
       sequence_axis: inside `jax.shard_map`, the mesh axis over which the sequence is shared out, in
         order and in equal parts: ring attention. Positions are those of the whole sequence, lengths
         too; `bias` and `mask` have the local queries and all keys.
-      implementation: demand one (`"cpu"`, `"xla"`, `"pallas"`, `"triton"`); by default the best
+      implementation: request one (`"cpu"`, `"xla"`, `"pallas"`, `"triton"`); by default the best
         that supports the call.
       cfg: a config of one implementation, which then runs; by default the tuned one of the store,
         else a heuristic.

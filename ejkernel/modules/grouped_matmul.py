@@ -48,7 +48,7 @@ def grouped_matmul(
         without a matrix here give zeros, so the shards' results add up. At most the number of
         groups that are elsewhere; a larger one is a `ValueError`, or inside `jit` cut to that.
       existing_out: `(m, n)`; rows without a matrix take it instead of zeros.
-      implementation: demand one (`"xla"`, `"pallas"`, `"triton"`); by default the device's best.
+      implementation: request one (`"xla"`, `"pallas"`, `"triton"`); by default the device's best.
       cfg: a config of one implementation, which then runs; by default the tuned one of the store,
         else a heuristic.
 

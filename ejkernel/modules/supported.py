@@ -8,7 +8,7 @@ from typing import Any
 
 from ejkernel.ops import Kernel, device_kind
 from ejkernel.ops.core.methods import DEVICE_KINDS
-from ejkernel.ops.core.supports import REFERENCE
+from ejkernel.ops.core.requirements import REFERENCE
 from ejkernel.ops.utils.display import Displayed, Shown, as_text
 
 

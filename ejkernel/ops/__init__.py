@@ -3,10 +3,11 @@
 >>> from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor, Kernel
 """
 
+# ruff: noqa: F403, F405  the lists of the layers say what `*` is
 from typing import TYPE_CHECKING, Any
 
 from ..native import provide_environment
-from .config import (
+from .config import (  # not by `*`, which would load the tuner
     AutotunePolicy,
     ConfigCache,
     ConfigMiss,
@@ -25,63 +26,15 @@ from .config import (
     stats,
     verify_bundle,
 )
-from .config.agreement import provide_agreement
-from .config.tuning import provide_measuring
-from .core import (
-    BatchAxes,
-    Cfg,
-    ConfigKey,
-    Dimension,
-    Implementation,
-    Invocation,
-    Kernel,
-    Limit,
-    Limits,
-    NearShapes,
-    NotSupported,
-    Out,
-    Partitioning,
-    Shards,
-    Supports,
-)
+from .config.hooks import provide_agreement, provide_measuring
+from .core import *
 from .core.kernel import provide_calling
-from .execution import (
-    AutotuningResult,
-    ConfigChooser,
-    Entry,
-    Executor,
-    autotune,
-    autotune_lowered,
-    autotune_recorded,
-    benchmark,
-    default_executor,
-    pmap_with_config,
-    set_default_executor,
-    vmap_with_config,
-)
+from .execution import *
+from .execution import default_executor
 from .execution.jitted import JittedCalls
 from .registry import clear_invocations, get_invocations, record_invocation
-from .utils import (
-    LABEL_PREFIXES,
-    LABEL_RE,
-    BwdParams,
-    FwdParams,
-    abstractify,
-    default_key_builder_with_sharding,
-    device_fingerprint,
-    device_kind,
-    environment,
-    extract_labels_from_hlo_text,
-    find_labels_in_lowered,
-    from_json,
-    get_device_platform,
-    label,
-    labels_to_configs,
-    sharding_fingerprint,
-    short_hash,
-    stable_json,
-    to_json,
-)
+from .utils import *
+from .utils import environment
 from .utils.meta import provide_default_selector
 
 if TYPE_CHECKING:

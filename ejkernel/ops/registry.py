@@ -1,34 +1,41 @@
-"""What was called so far: the distinct invocations of this process, as shapes.
+"""What was called so far: the distinct invocations, and where their configs came from.
 
 Tracing records, so lowering a function is enough to know its operations. Memory is bounded: the
-oldest distinct call is forgotten first.
+oldest distinct call is forgotten first. Selection happens while JAX traces, so it is selections
+that are counted: a warm call runs in JAX's own cache, and nothing of ours sees it.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
+import logging
 import threading
-from collections import OrderedDict
+import time
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..markup import one_line
 from .core.types import ConfigKey
 from .utils import environment
 
 if TYPE_CHECKING:
+    from .config.decision import Decision
     from .core.invocation import Invocation
     from .core.kernel import Kernel
+
+logger = logging.getLogger("ejkernel.selection")
 
 LIMIT = 4096
 
 _lock = threading.Lock()
-_invocations: OrderedDict[ConfigKey, Invocation[Any, Any]] = OrderedDict()
-_replaced: set[ConfigKey | None] = (
-    set()
-)  # calls that were traced only on the way to their gradients
+_invocations: collections.OrderedDict[ConfigKey, Invocation[Any, Any]] = collections.OrderedDict()
+_replaced: set[ConfigKey | None] = set()  # traced only on the way to their gradients
 
 
 def record_invocation(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> None:
-    """Remember a call by its shapes; live arrays and tracers are never kept."""
+    """Remember a call by its shapes; live arrays and tracers are never held."""
     _remember(kernel, inv, unlimited=True)
 
 
@@ -96,3 +103,132 @@ def clear_invocations() -> None:
     with _lock:
         _invocations.clear()
         _replaced.clear()
+
+
+# --- where configs came from ---------------------------------------------------------------------
+
+STORED = ("overlay", "memory", "persistent", "bundle")
+"""Tiers that had the config beforehand."""
+
+MISSED = ("autotune", "near", "heuristics", "none")
+"""Tiers that answer because none of those had one; `none` is for calls without a config."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """What was counted. Prints as a table.
+
+    Attributes:
+      operations: selections by operation and tier, `{"matmul@v1": {"memory": 2}}`. Tiers are
+        `override`, `overlay`, `memory`, `persistent`, `bundle`, `autotune`, `near`, `heuristics`,
+        and `none` where there was no config.
+      tunings: runs of the tuner by operation, those of `autotune_lowered` and the like included.
+      tuning_seconds: how long they took, in all.
+    """
+
+    operations: Mapping[str, Mapping[str, int]]
+    tunings: Mapping[str, int]
+    tuning_seconds: float = 0.0
+
+    @property
+    def tiers(self) -> dict[str, int]:
+        """Selections by tier, of all operations."""
+        total = collections.Counter[str]()
+        for counts in self.operations.values():
+            total.update(counts)
+        return dict(total)
+
+    @property
+    def hits(self) -> int:
+        """Selections that found a config in an overlay, in memory, in the store or a bundle."""
+        return sum(self.tiers.get(tier, 0) for tier in STORED)
+
+    @property
+    def misses(self) -> int:
+        """Selections that did not, and tuned, borrowed, guessed or failed (not: `cfg=`)."""
+        return sum(self.tiers.get(tier, 0) for tier in MISSED)
+
+    def to_plain(self) -> dict[str, Any]:
+        """The counts as plain data, for a log or a metrics exporter."""
+        return {
+            "hits": self.hits,
+            "misses": self.misses,
+            "tiers": self.tiers,
+            "operations": {op: dict(counts) for op, counts in self.operations.items()},
+            "tunings": dict(self.tunings),
+            "tuning_seconds": self.tuning_seconds,
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.hits} hits, {self.misses} misses, {sum(self.tunings.values())} tunings"]
+        for op_id in sorted({*self.operations, *self.tunings}):
+            shown = [f"{tier} {n}" for tier, n in self.operations.get(op_id, {}).items()]
+            shown += [f"tuned {self.tunings[op_id]}×"] if op_id in self.tunings else []
+            lines.append(f"  {op_id}: {', '.join(shown)}")
+        return "\n".join(lines)
+
+
+_selections: dict[str, collections.Counter[str]] = {}
+_tunings: dict[str, list[float]] = {}  # the seconds that each run took, by operation
+
+
+def stats() -> Stats:
+    """Where the configs of this process came from so far, per operation.
+
+    >>> from ejkernel.ops import reset_stats, stats
+    >>> reset_stats()
+    >>> stats().hits, stats().misses
+    (0, 0)
+    """
+    with _lock:
+        operations = {op: dict(counts) for op, counts in _selections.items()}
+        tunings = {op: len(seconds) for op, seconds in _tunings.items()}
+        return Stats(operations, tunings, sum(map(sum, _tunings.values())))
+
+
+def reset_stats() -> None:
+    """Count from zero again."""
+    with _lock:
+        _selections.clear()
+        _tunings.clear()
+
+
+def count_decision(decision: Decision[Any]) -> None:
+    """A call got a config: count it, and say so in the log.
+
+    What was stored is said at DEBUG; what was not, and might have been, at INFO.
+    """
+    _count(decision.key.op_id, decision.tier)
+    level = logging.INFO if decision.tier in MISSED else logging.DEBUG
+    if logger.isEnabledFor(level):
+        logger.log(
+            level,
+            "ejkernel: %s(%s) key %s: %s by %s: %s",
+            decision.key.op_id,
+            decision.signature,
+            decision.key.call_key,
+            one_line(decision.cfg),
+            decision.tier,
+            one_line(decision.reason),
+        )
+
+
+def count_miss(op_id: str) -> None:
+    """A call got no config; the error says everything else."""
+    _count(op_id, "none")
+
+
+@contextlib.contextmanager
+def count_tuning(op_id: str) -> Iterator[None]:
+    """One more run of the tuner, whatever comes of it."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        with _lock:
+            _tunings.setdefault(op_id, []).append(time.perf_counter() - start)
+
+
+def _count(op_id: str, tier: str) -> None:
+    with _lock:
+        _selections.setdefault(op_id, collections.Counter())[tier] += 1

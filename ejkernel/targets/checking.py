@@ -9,7 +9,7 @@ from typing import Any
 
 from ..ops.core.invocation import Invocation
 from ..ops.core.kernel import Kernel
-from ..ops.core.limits import reasons_against_config
+from ..ops.core.requirements import reasons_against_config
 from ..ops.core.types import ConfigKey
 from ..ops.utils.display import Displayed, Shown, as_text, brief
 from ..ops.utils.serialize import to_plain

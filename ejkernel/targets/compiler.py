@@ -19,7 +19,7 @@ from ..ops.tuner.isolation.process import START_SECONDS, Process, WorkerLost, Wo
 from ..ops.tuner.isolation.worker import Header
 from ..ops.utils import environment
 from ..ops.utils.display import text_table
-from ..ops.utils.stable import short_hash
+from ..ops.utils.fingerprint import short_hash
 from ..store.private import PrivateFolder
 from ..store.reading import parse_json
 from .catalog import TARGETS, Target, TargetError

@@ -22,8 +22,8 @@ from jax import export
 
 from ..native.calling import in_exports
 from ..ops.config.functions import function_maker
+from ..ops.core.invocation import split
 from ..ops.core.kernel import Kernel
-from ..ops.core.static_part import split
 from ..ops.tuner.inputs import batched_shapes, outside_trace
 from ..ops.tuner.isolation.worker import ANY_CUSTOM_CALL, Header
 from ..ops.utils.fingerprint import as_if_on

@@ -92,7 +92,7 @@ def test_explain_a_function(ej, store):
     assert "this is printed" not in done.out  # what the user's code prints is no answer
     (decision,) = ej("configs", "explain", "small_model:tuned", "--json").data["decisions"]
     assert decision["tier"] == "persistent"
-    assert decision["passed"][0]["tier"] == "override"
+    assert decision["misses"][0]["tier"] == "override"
 
 
 def test_export_import_and_diff(ej, store, bundle, tmp_path):

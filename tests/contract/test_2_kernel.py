@@ -42,7 +42,7 @@ def pretend(monkeypatch):
     """`pretend("gpu")`: kernels are chosen as on that kind of device."""
 
     def set_kind(kind):
-        for module in ("implementation", "kernel", "supports"):
+        for module in ("implementation", "kernel", "requirements"):
             monkeypatch.setattr(f"ejkernel.ops.core.{module}.device_kind", lambda: kind)
 
     return set_kind

@@ -838,7 +838,7 @@ def test_an_exception_in_the_block_undoes_the_overlay(kernel, x):
     assert kernel(x)[0] == 1
 
 
-def test_an_exception_while_tracing_leaves_the_overlay_in_force(kernel, x):
+def test_an_exception_while_tracing_leaves_the_overlay_active(kernel, x):
     def broken(x):
         kernel(x)
         raise ValueError("broken")
@@ -898,7 +898,7 @@ def test_blocks_that_are_left_in_another_order_each_take_away_their_own(kernel, 
     assert kernel(x)[0] == 1
 
 
-# --- what is in force, in threads and in tasks ---------------------------------------------------
+# --- what is active, in threads and in tasks -----------------------------------------------------
 
 REFUSED = "refused"
 

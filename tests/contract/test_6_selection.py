@@ -166,8 +166,8 @@ def test_each_tier_wins_over_all_that_follow(first, kernel, x, tmp_path):
         assert selector.choose(inv, kernel) == decision.cfg == Config(TIERS[first])
     assert decision.tier == TIERS[first]
     # Beside the documented tiers there are bundles and near shapes, which have nothing here.
-    passed = [passed.tier for passed in decision.passed]
-    assert [tier for tier in passed if tier in TIERS] == TIERS[:first]
+    missed = [miss.tier for miss in decision.misses]
+    assert [tier for tier in missed if tier in TIERS] == TIERS[:first]
 
 
 def test_nothing_anywhere_is_a_runtime_error_that_names_everything(kernel, x, tmp_path):

@@ -244,7 +244,7 @@ def test_results_nest_and_the_innermost_wins(selector, scale):
 
 
 def test_lowering_inside_a_result_still_tunes_afresh(selector, scale):
-    # The overlay in force decides what runs, not what another selector finds out.
+    # The active overlay decides what runs, not what another selector finds out.
     with overlay_cache({"scale": Factor(2.0)}):
         result = autotune_lowered(selector, jax.jit(scale).lower(X))
     assert factors(result) == {"scale@v1": TUNED}

@@ -183,7 +183,7 @@ def test_tuned_inside_shard_map_over_all_processes(agreeing):
 def test_what_spans_processes_is_not_measured(agreeing):
     for one in told(agreeing, "what_spans_processes_is_not_measured"):
         assert one["tier"] == "heuristics"
-        assert any("sharded over devices of several processes" in why for why in one["passed"])
+        assert any("sharded over devices of several processes" in why for why in one["misses"])
 
 
 # --- when it goes wrong --------------------------------------------------------------------------

@@ -170,7 +170,7 @@ class Blocks:
 
 class Fuzzed(Kernel[Blocks, object]):
     limits: ClassVar = {
-        "run": Limits({"rows": Limit(least=1, most=64), "part.size": Limit(least=1)})
+        "run": Limits({"rows": Limit(minimum=1, maximum=64), "part.size": Limit(minimum=1)})
     }
 
     def run(self, x, *, cfg):

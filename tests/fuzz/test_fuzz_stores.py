@@ -23,7 +23,7 @@ from ejkernel.ops import (
     verify_bundle,
 )
 from ejkernel.ops.config.freshness import made_by
-from ejkernel.ops.core.limits import reasons_against_config
+from ejkernel.ops.core.requirements import reasons_against_config
 from ejkernel.ops.tuner.isolation.journal import Journal, _crash_name
 from ejkernel.report import Run, render
 from ejkernel.store import StoreError

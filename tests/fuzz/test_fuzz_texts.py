@@ -41,8 +41,8 @@ from ejkernel.ops import (
     to_json,
     verify_bundle,
 )
-from ejkernel.ops.config.tiers.bundle import reload_bundles
-from ejkernel.ops.core.limits import reasons_against_config
+from ejkernel.ops.config.tiers.stored import reload_bundles
+from ejkernel.ops.core.requirements import reasons_against_config
 from ejkernel.ops.core.specification import (
     SpecificationError,
     describe_specification,

@@ -79,7 +79,7 @@ def test_any_value_is_refused_by_name_or_gives_the_right_result(name):
 
     walk()
     for path in limited:  # the ends, whatever was drawn
-        assert check(name, path, xla_of(name).limits.fields[path].least)
+        assert check(name, path, xla_of(name).limits.fields[path].minimum)
         assert not check(name, path, 0)
         assert not check(name, path, 2**31)
 
@@ -155,7 +155,7 @@ import numpy as np
 from config_calls import CALLS, invocation, values_and_gradients
 from ejkernel.modules import OPERATIONS
 from ejkernel.ops import default_executor
-from ejkernel.ops.config.tiers.bundle import reload_bundles
+from ejkernel.ops.config.tiers.stored import reload_bundles
 from ejkernel.ops.utils.serialize import qualified_name
 from ejkernel.store.bundle import Bundle
 

@@ -226,15 +226,15 @@ def test_a_failed_build_is_tried_once_and_xla_serves(
     assert caplog.text.count("cannot be compiled") == 1
 
 
-def test_a_demanded_library_that_cannot_be_built_is_an_error_at_once(
+def test_a_requested_library_that_cannot_be_built_is_an_error_at_once(
     nothing_loaded, compiler, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("CXX", script(tmp_path / "broken", compiler, "exit 1"))
     kernel = FlashAttention()
-    for demand in ({"implementation": "cpu"}, {"cfg": FlashAttentionCppConfig()}):
+    for request in ({"implementation": "cpu"}, {"cfg": FlashAttentionCppConfig()}):
         monkeypatch.setattr(loading, "_failed", {})
         with pytest.raises(NotSupported, match="cannot be compiled"):
-            kernel(*attention_inputs(), **demand, **OPTIONS)
+            kernel(*attention_inputs(), **request, **OPTIONS)
 
 
 def recording(path: pathlib.Path, compiler, log: pathlib.Path) -> str:

@@ -92,7 +92,7 @@ def test_autotuning_measures_what_a_device_runs(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_cannot_be_kept_is_gathered_with_one_warning(kind, caplog, monkeypatch):
-    monkeypatch.setattr("ejkernel.ops.execution.partitioned.call._warned", set())
+    monkeypatch.setattr("ejkernel.ops.execution.partitioned.passes._warned", set())
     kernel, (mesh, x) = Rows(), _array(kind)
     with jax.set_mesh(mesh), caplog.at_level(logging.WARNING, "ejkernel"):
         x = jax.device_put(np.asarray(x), NamedSharding(mesh, PartitionSpec(None, "x")))

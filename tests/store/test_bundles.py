@@ -30,7 +30,7 @@ from ejkernel.ops import (
     verify_bundle,
 )
 from ejkernel.ops.config.selection import Sources
-from ejkernel.ops.config.tiers.bundle import reload_bundles
+from ejkernel.ops.config.tiers.stored import reload_bundles
 from ejkernel.store import Bundle, BundleError
 from ejkernel.store.bundle import Shipped
 
@@ -332,7 +332,7 @@ def test_of_several_bundles_with_one_key_the_first_that_can_serve_answers(tmp_pa
         "stale": {**mine, "about": {**mine["about"], "source": "another"}},
     }
     Bundle([{**mine, "config": {"block": 2}}]).save(tmp_path / "good.json")
-    monkeypatch.setattr(Twice, "limits", {"run": Limits({"block": Limit(most=64)})})
+    monkeypatch.setattr(Twice, "limits", {"run": Limits({"block": Limit(maximum=64)})})
     for name, bad in planted.items():
         Bundle([bad]).save(tmp_path / f"{name}.json")
         reload_bundles()

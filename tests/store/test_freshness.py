@@ -144,7 +144,7 @@ def test_an_entry_of_another_source_is_kept_and_not_served(tuned):
     chain = selector(tuned, autotune=False)
     decision = chain.decide(kernel.bind(X), kernel)
     assert decision.tier == "heuristics"
-    (reason,) = [p.reason for p in decision.passed if p.tier == "persistent"]
+    (reason,) = [p.reason for p in decision.misses if p.tier == "persistent"]
     when = tuned.entry(kernel.bind(X).key)["about"]["when"]
     assert reason == f"stale: the kernel's source changed since it was tuned on {when}"
     assert reason in decision.explain()
@@ -213,7 +213,7 @@ def test_an_entry_of_another_compiler_is_measured_again_where_that_is_allowed(tu
     decision = chain.decide(kernel.bind(X), kernel)
     assert decision.tier == "autotune"
     assert tuner.compilations == 2  # earlier times are those of the other compiler
-    (reason,) = [p.reason for p in decision.passed if p.tier == "persistent"]
+    (reason,) = [p.reason for p in decision.misses if p.tier == "persistent"]
     assert reason.startswith("suspect: measured with jaxlib 0.0.1")
     assert [event for event, _ in chain.on_event] == ["autotune_start", "autotune_finish"]
     assert tuned.entry(kernel.bind(X).key)["about"]["versions"] == versions()
@@ -237,8 +237,8 @@ def test_a_suspect_entry_serves_when_it_cannot_be_measured_again(tuned):
         chain.on_event.clear()
         decision = chain.decide(kernel.bind(X), kernel)
         assert (decision.tier, decision.cfg) == ("persistent", Config(1))
-        assert [p.tier for p in decision.passed][-3:] == ["persistent", "bundle", "autotune"]
-        assert "nothing to try" in decision.passed[-1].reason
+        assert [p.tier for p in decision.misses][-3:] == ["persistent", "bundle", "autotune"]
+        assert "nothing to try" in decision.misses[-1].reason
         assert chain.on_event[-1] == ("cache_hit", "persistent")
         assert ("heuristics", None) not in chain.on_event
 

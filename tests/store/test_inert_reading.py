@@ -40,7 +40,7 @@ from ejkernel.ops import (
 from ejkernel.ops.config.freshness import made_by
 from ejkernel.ops.config.outcome import known_trials
 from ejkernel.ops.config.selection import Sources
-from ejkernel.ops.config.tiers.bundle import reload_bundles
+from ejkernel.ops.config.tiers.stored import reload_bundles
 from ejkernel.ops.utils.serialize import declare_type, qualified_name
 from ejkernel.report import NotARun, Run
 from ejkernel.store import Bundle, BundleError, StoreError

@@ -22,7 +22,7 @@ from ejkernel.ops import (
     verify_bundle,
 )
 from ejkernel.ops.config.outcome import Verdict
-from ejkernel.ops.config.tiers.bundle import reload_bundles
+from ejkernel.ops.config.tiers.stored import reload_bundles
 from ejkernel.ops.tuner.search.pruning import Pruned
 from ejkernel.ops.tuner.session import tune_invocation
 from ejkernel.store import Bundle

@@ -138,10 +138,10 @@ def prune(
 
 def _not_fresh(entry: Entry, stale: bool, suspect: bool) -> str:
     from ...ops.config.freshness import EntryState, judge
-    from ...ops.core import catalog
+    from ...ops.core.kernel import kernel_named
     from ...ops.core.types import ConfigKey
 
-    kernel = catalog.find(entry["key"][1])
+    kernel = kernel_named(entry["key"][1])
     if kernel is None:
         return ""  # whether its source changed is not known
     freshness = judge(entry["about"], kernel, ConfigKey(*entry["key"]))

@@ -101,7 +101,7 @@ def _explain_function(
             "config": str(decision.cfg),
             "tier": decision.tier,
             "reason": decision.reason,
-            "passed": [{"tier": p.tier, "reason": p.explain()} for p in decision.passed],
+            "misses": [{"tier": m.tier, "reason": m.explain()} for m in decision.misses],
         }
         for decision in decisions
     ]
@@ -112,14 +112,14 @@ def _explain_function(
 
 
 def _explain_entry(state: State, key: str, source: str | None, modules: tuple[str, ...]) -> None:
-    from ...ops.core import catalog
+    from ...ops.core.kernel import kernel_named
     from ...ops.core.types import ConfigKey
 
     place = open_place(source)
     entry = find_entry(place, key)
     trials = place.trials(entry)
     import_modules(modules)
-    kernel = catalog.find(entry["key"][1])
+    kernel = kernel_named(entry["key"][1])
     if kernel is None:
         now = (
             "not known: its kernel is not loaded; --import MODULE loads it, and then it can be "

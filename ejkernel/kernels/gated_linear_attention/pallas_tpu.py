@@ -25,7 +25,7 @@ from .chunks import MOST_TOKENS, Arrays, Chunk, Step, Walk, pallas_implementatio
 class GatedLinearAttentionTpuConfig:
     """How many tokens are worked on together in both passes: `chunk_size`, a power of two."""
 
-    chunk_size: Annotated[int, Limit(least=8, most=MOST_TOKENS, power_of_two=True)] = 64
+    chunk_size: Annotated[int, Limit(minimum=8, maximum=MOST_TOKENS, power_of_two=True)] = 64
 
     @classmethod
     def heuristic(cls, inv: Invocation[Any, Any]) -> GatedLinearAttentionTpuConfig:

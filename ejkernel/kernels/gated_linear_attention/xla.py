@@ -25,7 +25,7 @@ from . import chunks, steps
 from .arguments import Arguments, Gradients, implementation, like_given, with_features
 from .chunks import MOST_TOKENS, Arrays, Chunk, Step
 
-_SIZE = Limit(least=1, most=MOST_TOKENS, power_of_two=True)
+_SIZE = Limit(minimum=1, maximum=MOST_TOKENS, power_of_two=True)
 
 # States of the rows that are worked on together: with more of them, every step fetches them from
 # beyond the second-level cache; with less, the loop itself takes longer than its work.

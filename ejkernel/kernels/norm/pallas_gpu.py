@@ -32,7 +32,7 @@ class NormGpuConfig:
       backward_num_warps: of such a program.
     """
 
-    block_m: Annotated[int, Limit(least=1, most=4096, power_of_two=True)] = 2
+    block_m: Annotated[int, Limit(minimum=1, maximum=4096, power_of_two=True)] = 2
     num_warps: Annotated[int, WARPS] = 4
     backward_block_m: Annotated[int, COUNT] = 16
     backward_num_warps: Annotated[int, WARPS] = 4

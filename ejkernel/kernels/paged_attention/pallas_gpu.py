@@ -24,7 +24,7 @@ from .reference import implementation
 
 _SMALLEST_BLOCK = 16  # of Triton's matrix products
 _MOST_ROWS = 128
-_SHARE = Limit(least=1, most=1024)
+_SHARE = Limit(minimum=1, maximum=1024)
 _MOST_FEATURES = 256
 
 

@@ -33,7 +33,7 @@ _MOST_ROWS = 1024
 class PagedAttentionTpuConfig:
     """How many pages a step of the grid works on, each an operand of its own."""
 
-    pages_per_step: Annotated[int, Limit(least=1, most=64)] = 16
+    pages_per_step: Annotated[int, Limit(minimum=1, maximum=64)] = 16
 
     @classmethod
     def heuristic(cls, inv: Invocation[Any, Any]) -> PagedAttentionTpuConfig:

@@ -2,16 +2,15 @@
 
 from typing import Any
 
+from ..core.space import Space
+from ..registry import Stats, reset_stats, stats
 from .cache import ConfigCache, overlay_cache
-from .decision import Decision
+from .context import AutotunePolicy, forward_autotune_only, policy_override
+from .decision import ConfigMiss, Decision, StrictMiss
 from .exchange import export_bundle, import_bundle, verify_bundle
-from .miss import ConfigMiss, StrictMiss
+from .hooks import measuring
 from .persistent import PersistentCache
-from .policy import AutotunePolicy, forward_autotune_only, policy_override
 from .selection import ConfigSelectorChain
-from .space import Space
-from .statistics import Stats, reset_stats, stats
-from .tuning import measuring
 
 __all__ = [
     "AutotunePolicy",

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 from typing import Any, overload
 
 from ..core.types import ConfigKey
+from ..utils.fingerprint import short_hash, stable_json
 from ..utils.meta import parse_label
-from ..utils.stable import short_hash, stable_json
 from . import context
 
 _ABSENT = object()
@@ -30,22 +30,18 @@ def as_key(parts: tuple[Any, ...], method: str) -> Any:
     )
 
 
+def key_and_config(parts: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The key and the config that `put` was given, in either form."""
+    if len(parts) not in (2, 4):
+        raise TypeError(
+            f"put takes (key, cfg) or (device, op_id, call_key, cfg); got {len(parts)} arguments"
+        )
+    return as_key(parts[:-1], "put"), parts[-1]
+
+
 MOST_SERVED = 2**16
 """How many traced calls a cache tells apart. Beyond, all calls count as traced: a change of an
 entry then makes programs select again that need not."""
-
-
-class _Everything(set[Any]):
-    """The set of all keys."""
-
-    def __contains__(self, key: object) -> bool:
-        return True
-
-    def add(self, key: object) -> None:
-        """It is there."""
-
-    def __bool__(self) -> bool:
-        return True
 
 
 class ConfigCache:
@@ -63,26 +59,22 @@ class ConfigCache:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._configs: dict[Any, Any] = {}
-        self._served: set[Any] = set()
-        self.generation = 0  # how often `install` and `clear` changed what is in force
+        self._served: set[Any] | None = set()  # None: all
+        self.generation = 0  # how often `install` and `clear` changed it
 
     @overload
     def put(self, key: Any, cfg: Any, /) -> None: ...
     @overload
     def put(self, device: str, op_id: str, call_key: str, cfg: Any, /) -> None: ...
     def put(self, *parts: Any) -> None:
-        """Keep a config: `put(key, cfg)` or `put(device, op_id, call_key, cfg)`."""
-        if len(parts) not in (2, 4):
-            raise TypeError(
-                "put takes (key, cfg) or (device, op_id, call_key, cfg); "
-                f"got {len(parts)} arguments"
-            )
-        key, cfg = as_key(parts[:-1], "put"), parts[-1]
+        """Store a config: `put(key, cfg)` or `put(device, op_id, call_key, cfg)`."""
+        key, cfg = key_and_config(parts)
         with self._lock:
             old = self._configs.get(key, _ABSENT)
             self._configs[key] = cfg
-            changed = key in self._served and (old is _ABSENT or old != cfg)
-            if changed:
+            served = self._served is None or key in self._served
+            changed = served and (old is _ABSENT or old != cfg)
+            if changed and self._served is not None:
                 self._served.discard(key)
         if changed:
             context.forget_traces()
@@ -96,7 +88,7 @@ class ConfigCache:
         return self._configs.get(as_key(parts, "get"))
 
     def install(self, configs: Mapping[Any, Any]) -> None:
-        """Put configs in force for good; programs that were traced before select again.
+        """Put configs in for good; programs that were traced before select again.
 
         In a job of several processes every process must do so, as with all that changes programs:
         what they agreed on before is settled anew.
@@ -114,14 +106,15 @@ class ConfigCache:
     def mark_served(self, key: Any) -> None:
         """A program is being compiled for this key, with whatever config it got."""
         with self._lock:
-            self._served.add(key)
-            if len(self._served) > MOST_SERVED:
-                self._served = _Everything()
+            if self._served is not None:
+                self._served.add(key)
+                if len(self._served) > MOST_SERVED:
+                    self._served = None
 
     def clear(self) -> None:
         """Forget everything; programs that used an entry select again on their next call."""
         with self._lock:
-            served = bool(self._served)
+            served = self._served is None or bool(self._served)
             self._configs.clear()
             self._served = set()
             self.generation += 1

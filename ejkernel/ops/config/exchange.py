@@ -8,8 +8,7 @@ from typing import Any
 
 from ...markup import one_line
 from ...store.bundle import Bundle, Conflict, quality, why_better
-from ..core import catalog
-from ..core.kernel import Kernel
+from ..core.kernel import Kernel, kernel_named
 from ..core.types import ConfigKey
 from .freshness import EntryState, judge
 from .persistent import PersistentCache
@@ -128,7 +127,7 @@ def verify_bundle(bundle: Bundle | str | os.PathLike[str]) -> list[Problem]:
 
 
 def _problem(key: ConfigKey, entry: Any) -> str | None:
-    kernel = catalog.find(key.op_id)
+    kernel = kernel_named(key.op_id)
     if kernel is None:
         return "no kernel of this name and version is loaded"
     try:

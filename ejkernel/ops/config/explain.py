@@ -1,4 +1,4 @@
-"""Why a look-up found nothing: which field of the nearest entries differs, in words."""
+"""Why a look-up is a miss: which field of the nearest entries differs, in words."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from ..core.kernel import Kernel
 from ..core.types import ConfigKey
 from ..utils.fingerprint import device_fingerprint
 from ..utils.provenance import source_hash, versions
+from .explain import call_fields
 
 
 class EntryState(enum.Enum):
@@ -40,8 +41,6 @@ class Freshness:
 
 def made_by(inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> dict[str, Any]:
     """What a new entry says about its origin."""
-    from .explain import call_fields
-
     return {
         "signature": inv.signature,
         "call": call_fields(inv),

@@ -8,11 +8,10 @@ from typing import Any
 
 import jax
 
-from ..core.invocation import BatchAxes, Invocation
+from ..core.invocation import BatchAxes, Invocation, StaticPart
 from ..core.kernel import Kernel
+from ..core.requirements import implementation_keyword, without_implementation
 from ..core.running import run_unlabelled
-from ..core.static_part import StaticPart
-from ..core.supports import demand_of, without_demand
 
 Function = Callable[..., Any]
 
@@ -22,12 +21,12 @@ def function_maker(
 ) -> Callable[[Any], Function]:
     """Gives the function of an invocation's arguments that runs a kernel with a config."""
 
-    demand = demand_of(inv.kwargs)
+    chosen = implementation_keyword(inv.kwargs)
 
     def make(cfg: Any) -> Function:
         def function(*args: Any, **kwargs: Any) -> Any:
-            # `make_inputs` need not know about a demand for an implementation.
-            kwargs = {**without_demand(kwargs), **demand}
+            # `make_inputs` need not know about a requested implementation.
+            kwargs = {**without_implementation(kwargs), **chosen}
             return run_unlabelled(dataclasses.replace(inv, args=args, kwargs=kwargs), kernel, cfg)
 
         return mapped(function, inv)

@@ -10,8 +10,8 @@ from typing import Any, Generic
 from ...markup import printable
 from ..core.types import Cfg
 from ..utils.display import Displayed, Shown, as_text, brief, milliseconds
+from ..utils.fingerprint import stable_json
 from ..utils.serialize import to_plain
-from ..utils.stable import stable_json
 
 
 class TuningFailed(RuntimeError):
@@ -49,7 +49,7 @@ class Trial(Generic[Cfg]):
     reason: str = ""
 
     def to_plain(self) -> dict[str, Any]:
-        """The trial as it is kept in a store; samples in nanoseconds, to keep them short."""
+        """The trial as a store has it; samples in whole nanoseconds, which are short."""
         return {
             "config": to_plain(self.cfg),
             "verdict": self.verdict.value,

@@ -6,6 +6,7 @@ touched before the first write, and nothing that is read is ever executed or imp
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,7 @@ from ..utils.serialize import (
     qualified_name,
     to_plain,
 )
-from .cache import as_key
+from .cache import as_key, key_and_config
 
 if TYPE_CHECKING:
     from ..core.invocation import Invocation
@@ -84,12 +85,17 @@ class PersistentCache:
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self._given = default_path() if path is None else path
-        self._store = Store(locate(self._given))
+        usual = path is None and not os.path.isfile(self._given)
+        self._location = FolderLocation(default_path()) if usual else locate(self._given)
+
+    @functools.cached_property
+    def _store(self) -> Store:
+        return Store(self._location)
 
     @property
     def path(self) -> pathlib.Path | str:
         """The folder; of a server its URL, without the password."""
-        location = self._store.location
+        location = self._location
         return location.folder if isinstance(location, FolderLocation) else location.shown
 
     # --- writing ---------------------------------------------------------------------------------
@@ -114,12 +120,7 @@ class PersistentCache:
         `trials` are stored one by one: those that are there already stay, unless the new ones
         replace them or were made from another source, with another compiler, or in another way.
         """
-        if len(parts) not in (2, 4):
-            raise TypeError(
-                "put takes (key, cfg) or (device, op_id, call_key, cfg); "
-                f"got {len(parts)} arguments"
-            )
-        key, cfg = as_key(parts[:-1], "put"), parts[-1]
+        key, cfg = key_and_config(parts)
         self._store.put(key, to_plain(cfg), qualified_name(type(cfg)), about or {})
         declare_type(type(cfg))
 
@@ -167,8 +168,23 @@ class PersistentCache:
         """What is stored under a key, as plain data, or None: `key`, `config`, `config_type` and
         `about`. The trials are apart: see `trials`.
         """
+        if self._is_unused():
+            return None
         entry = self._store.entry(key)
         return None if entry is None else _with_key(entry)
+
+    def _is_unused(self) -> bool:
+        """True if nobody has written anything yet; a first call then need not open the store."""
+        location = self._location
+        if "_store" in self.__dict__ or not isinstance(location, FolderLocation):
+            return False
+        try:
+            os.stat(location.folder / location.name)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:  # the store says why
+            return False
+        return False
 
     def trials(self, key: Any) -> list[dict[str, Any]]:
         """Every candidate that was tried for a key: its time and samples, or why it has none."""

@@ -10,37 +10,32 @@ import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import jax
+
 from ..core.invocation import Invocation
-from ..core.kernel import Kernel
-from ..core.supports import demands_reference, no_config_message
+from ..core.kernel import Kernel, kernel_named
+from ..core.requirements import refuse_reference
 from ..core.types import ConfigKey
+from ..registry import count_decision, count_tuning
 from ..utils.fingerprint import device_fingerprint
-from .agreement import Answer, agreement_in_force
-from .cache import ConfigCache, overlay_cache
-from .decision import Decision, TierMiss
-from .freshness import EntryState, can_be_continued, judge, made_by
-from .miss import Miss
-from .outcome import Outcome, known_trials
-from .persistent import PersistentCache, rebuild_or_warn
-from .policy import (
+from .cache import ConfigCache, OverlayLayer, overlay_cache
+from .context import (
     AutotunePolicy,
+    active_layers,
     asked_call,
     effective_policy,
     forward_autotune_only,
     policy_override,
 )
-from .statistics import count_decision, count_tuning
+from .decision import Answer, Decision, Miss, TierMiss
+from .freshness import EntryState, can_be_continued, judge, made_by
+from .hooks import job_agreement, measuring
+from .outcome import Outcome, known_trials
+from .persistent import PersistentCache, rebuild_or_warn
 from .tiers.autotune import AutotuneTier
-from .tiers.bundle import BundleTier, shipped
-from .tiers.heuristics import HeuristicsTier
-from .tiers.memory import MemoryTier
-from .tiers.near import NearTier
-from .tiers.overlay import OverlayTier
-from .tiers.override import OverrideTier
-from .tiers.persistent import PersistentTier
+from .tiers.given import HeuristicsTier, MemoryTier, OverlayTier, OverrideTier
 from .tiers.request import Request, Tier, TierHit
-from .tiers.stored import StoredTier
-from .tuning import measuring
+from .tiers.stored import BundleTier, NearTier, PersistentTier, StoredTier, shipped_entries
 
 if TYPE_CHECKING:
     from ..tuner.tuner import Tuner
@@ -137,7 +132,7 @@ class ConfigSelectorChain:
             BundleTier(self.cache),
         ]
         self._written: list[Tier] = [OverrideTier(), OverlayTier()]  # what the program itself says
-        self._autotune = AutotuneTier(self._tune, self._keep, forbid_reautotune)
+        self._autotune = AutotuneTier(self._tune, self._store_outcome, forbid_reautotune)
         self._defaults: list[Tier] = [
             NearTier(self.persistent),
             HeuristicsTier(),
@@ -190,19 +185,20 @@ class ConfigSelectorChain:
         answer: Answer = ()
         if sources is Sources.MEASURED:
             answer = self._settled(
-                request, lambda request: self._ask(request, [*self._kept(request), self._autotune])
+                request,
+                lambda request: self._ask(request, [*self._finished(request), self._autotune]),
             )
-        elif agreement_in_force() is None:
+        elif job_agreement() is None:
             # With several processes, what this one holds is not for it alone to say.
-            answer = self._ask(request, self._kept(request))
+            answer = self._ask(request, self._finished(request))
         return answer if isinstance(answer, Decision) else self._miss(request, answer)
 
     def _answer_call(self, request: Request) -> Decision[Any] | Miss:
         answer = self._ask(request, self._written)
         if not isinstance(answer, Decision):
-            passed = answer
+            misses = answer
             answer = self._settled(
-                request, lambda request: self._ask(request, self._tiers(request.policy), passed)
+                request, lambda request: self._ask(request, self._tiers(request.policy), misses)
             )
         if not isinstance(answer, Decision):
             return self._miss(request, answer)
@@ -211,15 +207,14 @@ class ConfigSelectorChain:
         count_decision(answer)
         return answer
 
-    def _miss(self, request: Request, passed: tuple[TierMiss, ...]) -> Miss:
+    def _miss(self, request: Request, misses: tuple[TierMiss, ...]) -> Miss:
         # Without its arrays: it may outlive the trace that they belong to.
         abstract = dataclasses.replace(request, inv=request.inv.abstract())
-        return Miss(abstract, passed, self.persistent)
+        return Miss(abstract, misses, self.persistent)
 
     def _settled(self, request: Request, ask: Callable[[Request], Answer]) -> Answer:
         """What `ask` says; with several processes, what one of them said, in all of them."""
-        agreement = agreement_in_force()
-        if agreement is None:
+        if not jax.distributed.is_initialized() or (agreement := job_agreement()) is None:
             return ask(request)
         answer = agreement.settle(request, self.cache.generation, ask)
         if isinstance(answer, Decision):
@@ -229,7 +224,7 @@ class ConfigSelectorChain:
         return answer
 
     def _ask(
-        self, request: Request, tiers: Iterable[Tier], passed: tuple[TierMiss, ...] = ()
+        self, request: Request, tiers: Iterable[Tier], misses: tuple[TierMiss, ...] = ()
     ) -> Answer:
         """What the first tier with a config says; else why none has one.
 
@@ -237,40 +232,35 @@ class ConfigSelectorChain:
         """
         doubtful: tuple[StoredTier, TierHit] | None = None
         for tier in tiers:
-            answer = tier.look(request)
+            answer = request.policy.reason_against(tier.name) or tier.look(request)
             if isinstance(answer, TierHit):
                 if not answer.doubt or not isinstance(tier, StoredTier):
-                    return _decision(request, tier, answer, passed)
+                    return _decision(request, tier, answer, misses)
                 if not request.policy.tunes_first:
-                    return _decision(request, tier, tier.use(request, answer), passed)
+                    return _decision(request, tier, tier.use(request, answer), misses)
                 doubtful = doubtful or (tier, answer)
                 answer = f"{answer.doubt}; to be measured again"
             more = self._persistent.more_about_nothing if tier is self._persistent else None
-            passed = (*passed, TierMiss(tier.name, answer, more and more(request)))
+            misses = (*misses, TierMiss(tier.name, answer, more and more(request)))
             if tier is self._autotune and doubtful is not None:
                 source, found = doubtful
-                return _decision(request, source, source.use(request, found), passed)
-        return passed
+                return _decision(request, source, source.use(request, found), misses)
+        return misses
 
     def known_config(self, op_id: str, call_key: str, device: str | None = None) -> Any:
         """What overlays, memory, disk and bundles hold for a label's operation; None if nothing."""
-        from ..core import catalog
-        from .cache import OverlayLayer
-        from .context import layers_in_force
-
         key = ConfigKey(device or device_fingerprint(), op_id, call_key)
-        for layer in layers_in_force(OverlayLayer):
+        for layer in active_layers(OverlayLayer):
             cfg = layer.find(key)
             if cfg is not None:
                 return cfg
         cfg = self.cache.get(key)
         if cfg is not None:
             return cfg
-        kernel = catalog.find(op_id)
-        bundled = shipped().find(key)
+        kernel = kernel_named(op_id)
         for entry in (
             None if self.persistent is None else self.persistent.entry(key),
-            None if bundled is None else bundled[0],
+            *(entry for entry, _ in shipped_entries(key)[:1]),
         ):
             if entry is None or entry["about"].get("estimated"):
                 continue
@@ -280,7 +270,7 @@ class ConfigSelectorChain:
                     return cfg
         return None
 
-    def _kept(self, request: Request) -> list[Tier]:
+    def _finished(self, request: Request) -> list[Tier]:
         """The tiers of what was tuned before; none if that was not finished."""
         return [] if self._unfinished(request) else self._stored
 
@@ -304,8 +294,7 @@ class ConfigSelectorChain:
     def _request(
         self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any], **changes: Any
     ) -> Request:
-        if demands_reference(inv):
-            raise ValueError(no_config_message(inv))
+        refuse_reference(inv)
         policy = dataclasses.replace(effective_policy(self.policy, self.selector_id), **changes)
         inv = asked_call(inv, policy)
         return Request(inv, kernel, inv.key, policy, self._emitter(inv.key))
@@ -336,7 +325,7 @@ class ConfigSelectorChain:
             return []
         return self.persistent.trials(request.key)
 
-    def _keep(self, request: Request, outcome: Outcome[Any]) -> None:
+    def _store_outcome(self, request: Request, outcome: Outcome[Any]) -> None:
         if request.offline or request.agreed:
             self.cache.put_quietly(request.key, outcome.best)
         else:
@@ -374,14 +363,14 @@ class ConfigSelectorChain:
 
 
 def _decision(
-    request: Request, tier: Tier, found: TierHit, passed: tuple[TierMiss, ...]
+    request: Request, tier: Tier, found: TierHit, misses: tuple[TierMiss, ...]
 ) -> Decision[Any]:
     return Decision(
         cfg=found.cfg,
         tier=tier.name,
         key=request.key,
         reason=found.reason,
-        passed=passed,
+        misses=misses,
         signature=request.inv.signature,
         about=found.about,
     )

@@ -3,10 +3,9 @@
 from .implementation import Implementation
 from .invocation import BatchAxes, Invocation
 from .kernel import Kernel
-from .limits import Limit, Limits
 from .near import Dimension, NearShapes
 from .partitioning import Partitioning, Shards
-from .supports import NotSupported, Supports
+from .requirements import Limit, Limits, NotSupported, Supports
 from .types import Cfg, ConfigKey, Out
 
 __all__ = [

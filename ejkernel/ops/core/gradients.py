@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from .batched import batched_alike
-from .derivatives import named_when_differentiated, reverse_mode_only
-from .invocation import array_owners
-from .residuals import Residuals
-from .static_part import StaticPart, split
+from .derivatives import batched_alike, named_when_differentiated, reverse_mode_only
+from .invocation import StaticPart, array_owners, split
 from .varying import vary_alike
 
 if TYPE_CHECKING:
@@ -42,16 +41,16 @@ class Rule:
     name: str
 
 
-def rule_of(implementation: Implementation[Any, Any], cfg: Any, op_id: str) -> Rule | None:
-    """The rule that an implementation has, or None: then JAX differentiates its forward."""
+def _rule_of(implementation: Implementation[Any, Any], cfg: Any, op_id: str) -> Rule:
+    """The rule that an implementation has; for one without, where others have one, JAX's."""
     forward, backward = implementation.forward_with_residuals, implementation.backward
     if forward is None or backward is None:
-        return None
+        return _rule_by_jax(implementation.forward, cfg, op_id)
     return _residual_rule(forward, backward, cfg, op_id, implementation.reads_out)
 
 
-def rule_by_jax(run: Callable[..., Any], cfg: Any, op_id: str) -> Rule:
-    """JAX's own gradient, as a rule: for an implementation without one, where others have one."""
+def _rule_by_jax(run: Callable[..., Any], cfg: Any, op_id: str) -> Rule:
+    """JAX's own gradient, as a rule."""
 
     def forward(*args: Any, cfg: Any, **kwargs: Any) -> tuple[Any, Any]:
         arrays, rest = split((args, kwargs))
@@ -109,18 +108,64 @@ class Chosen:
     """How a call runs with the config that was chosen for it.
 
     Attributes:
+      implementation: computes it.
+      cfg: the config.
       primal: computes the output from the arrays of the call.
-      rule: computes its gradient.
-      stage: wraps every piece of the two, so that all of it carries the operation's label.
+      stage: wraps every piece of it and of its gradient, so that all carry the operation's label.
     """
 
+    implementation: Implementation[Any, Any]
+    cfg: Any
     primal: Callable[..., Any]
-    rule: Rule
     stage: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 Choose = Callable[..., Chosen]
 """`choose(arrays, differentiated)`: for each array, whether its gradient is needed (none is)."""
+
+
+CAPACITY_MULTIPLE = 8
+"""Capacities are rounded up to a multiple of this, so that most traces of a call fit into one."""
+
+
+class Residuals:
+    """The residuals of one call, whichever of its arrays are differentiated.
+
+    `jax.custom_vjp` needs residuals of the same structure from every trace of the forward function,
+    and it traces once for each set of differentiated arrays. So each trace is padded with empty
+    arrays to a fixed number, and what is no array stays here: the shape of one more empty array is
+    the number under which it is found.
+
+    `min_capacity` is the number of arrays that always fit: the arguments of the call.
+    """
+
+    def __init__(self, min_capacity: int) -> None:
+        self._min_capacity = min_capacity
+        self._static: dict[int, tuple[int, Any]] = {}
+        self._numbers = itertools.count()  # two threads never get the same
+        self._capacity: dict[str, int] = {}
+
+    def reserve(self, count: int) -> bool:
+        """Whether this many arrays fit: the first trace fixes the capacity of all of them.
+
+        A trace with more packs the arguments instead, and computes the others again in the backward
+        function.
+        """
+        multiples = -(-max(count, self._min_capacity) // CAPACITY_MULTIPLE)
+        return count <= self._capacity.setdefault("arrays", multiples * CAPACITY_MULTIPLE)
+
+    def pack(self, arrays: Sequence[Any], static: Any) -> list[Any]:
+        """What a forward function returns as its residuals."""
+        assert self.reserve(len(arrays))
+        number = next(self._numbers)
+        self._static[number] = (len(arrays), static)
+        unused = self._capacity["arrays"] - len(arrays)
+        return [np.zeros((0, number), bool), *arrays, *[np.zeros(0, bool)] * unused]
+
+    def unpack(self, residuals: Sequence[Any]) -> tuple[list[Any], Any]:
+        """The arrays that were packed, and what is no array."""
+        count, static = self._static[residuals[0].shape[1]]
+        return list(residuals[1 : 1 + count]), static
 
 
 def call_with_rule(
@@ -144,82 +189,41 @@ def call_with_rule(
         values = [array.value for array in arrays]
         differentiated = tuple(bool(array.perturbed) for array in arrays)
         chosen = choose(values, differentiated)
+        rule = _rule_of(chosen.implementation, chosen.cfg, op_id)
         static: list[StaticPart] = []  # what the residuals hold that is no array
 
         def compute(*values: Any) -> Any:
-            out, saved = chosen.rule.forward(*rest.merge(values))
-            kept, beside = split(saved)
-            static.append(beside)
-            return out, kept
+            out, saved = rule.forward(*rest.merge(values))
+            saved_arrays, rest_of_saved = split(saved)
+            static.append(rest_of_saved)
+            return out, saved_arrays
 
-        out, kept = chosen.stage(named_when_differentiated(op_id, advice, compute))(*values)
-        beside = static[-1] if packed.reserve(len(values) + len(kept)) else None
-        leaves = [*values, *kept] if beside else values
-        return batched_alike(out, values), packed.pack(leaves, (beside, differentiated, chosen))
+        out, saved = chosen.stage(named_when_differentiated(op_id, advice, compute))(*values)
+        fixed = static[-1] if packed.reserve(len(values) + len(saved)) else None
+        leaves = [*values, *saved] if fixed else values
+        about = (fixed, differentiated, rule, chosen.stage)
+        return batched_alike(out, values), packed.pack(leaves, about)
 
     def backward(residuals: Any, dout: Any) -> tuple[list[Any]]:
-        leaves, (beside, differentiated, chosen) = packed.unpack(residuals)
-        values, kept = leaves[:number], leaves[number:]
-        rule = chosen.rule
+        leaves, (fixed, differentiated, rule, stage) = packed.unpack(residuals)
+        values, saved = leaves[:number], leaves[number:]
 
-        def compute(kept: Any, values: Any, dout: Any) -> list[Any]:
+        def compute(saved: Any, values: Any, dout: Any) -> list[Any]:
             args, kwargs = rest.merge(values)
             needed = _differentiated_keywords(differentiated, args, kwargs)
-            saved = beside.merge(kept) if beside else rule.forward(args, kwargs)[1]
+            saved = fixed.merge(saved) if fixed else rule.forward(args, kwargs)[1]
             raw = rule.backward(saved, dout, args, kwargs, needed)
-            gradients = _checked(op_id, rule.name, raw, args, kwargs)
-            _refuse_missing(op_id, rule.name, gradients[1], needed)
-            leaves = _gradient_leaves(gradients, (args, dict(kwargs)))
+            leaves = _gradient_leaves(op_id, rule.name, raw, args, kwargs, needed)
             return [leaves[i] for i in rest.array_positions]
 
         named = named_when_differentiated(op_id, advice, compute)
-        return (chosen.stage(named)(kept, values, vary_alike(materialised(dout), values)),)
+        return (stage(named)(saved, values, vary_alike(materialised(dout), values)),)
 
     differentiable.defvjp(forward, backward, symbolic_zeros=True)
     # An author's rule gives the gradient of one device's work. Inside `shard_map` that of an
     # argument that all devices share is the sum over devices, which JAX adds where the argument is
     # made to vary.
     return differentiable(reverse_mode_only(op_id, advice, vary_alike(arrays)))
-
-
-def call_with_jvp(choose: Choose, arrays: list[Any]) -> Any:
-    """Call an operation such that differentiating it, which JAX does, chooses a config of its own.
-
-    It can be differentiated in every mode and any number of times, as far as what runs can.
-    """
-
-    @jax.custom_jvp
-    def differentiable(*arrays: Any) -> Any:
-        chosen = choose(arrays)
-        return chosen.stage(chosen.primal)(*arrays)
-
-    def jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        chosen = choose(primals, [_changes(tangent) for tangent in tangents])
-        return jvp_of_changing(chosen.stage(chosen.primal), primals, tangents)
-
-    differentiable.defjvp(jvp, symbolic_zeros=True)
-    return differentiable(*arrays)
-
-
-def jvp_of_changing(
-    function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]
-) -> tuple[Any, Any]:
-    """`jax.jvp` with respect to the arguments that change.
-
-    What does not change has no tangent rather than one of zeros, which would look as if it were
-    differentiated.
-    """
-    changing = [i for i, tangent in enumerate(tangents) if _changes(tangent)]
-
-    def of_changing(*some: Any) -> Any:
-        now = dict(zip(changing, some, strict=True))
-        return function(*(now.get(i, primal) for i, primal in enumerate(primals)))
-
-    return jax.jvp(of_changing, [primals[i] for i in changing], [tangents[i] for i in changing])
-
-
-def _changes(tangent: Any) -> bool:
-    return not isinstance(tangent, jax.custom_derivatives.SymbolicZero)
 
 
 def materialised(cotangent: Any) -> Any:
@@ -232,14 +236,20 @@ def materialised(cotangent: Any) -> Any:
     return jax.tree.map(concrete, cotangent, is_leaf=lambda leaf: isinstance(leaf, zero))
 
 
-def _checked(
+def _gradient_leaves(
     op_id: str,
     rule: str,
     raw: Any,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The author's gradients as (one per argument, by keyword), after checking their number."""
+    needed: frozenset[str],
+) -> list[Any]:
+    """The author's gradients, checked: one for each leaf of the arguments, None without one.
+
+    A keyword array that is differentiated (`needed`) must have a gradient: silence would mean zero.
+    For a positional argument the author said `None` and meant it; keywords they may not have
+    thought of at all.
+    """
     if not isinstance(raw, (tuple, list)):
         raise TypeError(
             f"kernel {op_id}: {rule} must return a tuple with one gradient per argument, "
@@ -261,32 +271,38 @@ def _checked(
             f"kernel {op_id}: {rule} returned {len(gradients)} gradients for "
             f"{len(args)} arguments; return one per argument, None where there is none"
         )
-    checked = tuple(
-        _check_gradient(op_id, rule, f"argument {i}", gradient, arg)
-        for i, (gradient, arg) in enumerate(zip(gradients, args, strict=True))
-    )
-    return checked, {
-        name: _check_gradient(op_id, rule, f"keyword {name!r}", gradient, kwargs[name])
-        for name, gradient in by_keyword.items()
-    }
+    named = [
+        *((f"argument {i}", gradients[i], arg) for i, arg in enumerate(args)),
+        *((f"keyword {name!r}", by_keyword.get(name), kwargs[name]) for name in sorted(kwargs)),
+    ]
+    leaves = [leaf for item in named for leaf in _leaves_of_gradient(op_id, rule, *item)]
+    for name in sorted(needed - set(by_keyword)):
+        raise TypeError(
+            f"kernel {op_id}: the keyword {name!r} is being differentiated, but {rule} "
+            f"returns no gradient for it; pass it by position, return a dict "
+            f"{{{name!r}: gradient}} after the positional gradients ({{{name!r}: None}} for "
+            "a zero one), or wrap it in jax.lax.stop_gradient"
+        )
+    return leaves
 
 
-def _check_gradient(op_id: str, rule: str, where: str, gradient: Any, primal: Any) -> Any:
-    """One argument's gradient with the argument's structure, shapes and dtypes, or an error."""
-    if gradient is None:
-        return None
+def _leaves_of_gradient(
+    op_id: str, rule: str, where: str, gradient: Any, primal: Any
+) -> Iterator[Any]:
+    """One argument's gradient, by the argument's leaves, with their shapes and dtypes."""
     leaves, structure = jax.tree.flatten(primal)
     try:
-        parts = structure.flatten_up_to(gradient)  # type: ignore[attr-defined]
+        parts: list[Any] = [None] * len(leaves)
+        if gradient is not None:
+            parts = structure.flatten_up_to(gradient)  # type: ignore[attr-defined]
     except (ValueError, TypeError) as error:
         raise TypeError(
             f"kernel {op_id}: {rule} returned a gradient for {where} whose structure "
             f"differs from the argument's: {error}"
         ) from error
-    checked: list[Any] = []
     for part, leaf in zip(parts, leaves, strict=True):
-        if part is None or not _is_differentiable(leaf):
-            checked.append(None)
+        if part is None or not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            yield None
             continue
         if jnp.shape(part) != jnp.shape(leaf):
             raise ValueError(
@@ -294,31 +310,7 @@ def _check_gradient(op_id: str, rule: str, where: str, gradient: Any, primal: An
                 f"for {where}, whose shape is {jnp.shape(leaf)}"
             )
         # A rule that accumulates in float32 may return float32 for a bfloat16 argument.
-        checked.append(jnp.asarray(part, dtype=leaf.dtype))
-    return jax.tree.unflatten(structure, checked)
-
-
-def _is_differentiable(leaf: Any) -> bool:
-    return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
-
-
-def _gradient_leaves(
-    gradients: tuple[tuple[Any, ...], dict[str, Any]],
-    primals: tuple[tuple[Any, ...], dict[str, Any]],
-) -> list[Any]:
-    """The gradients flattened like the primal leaves; None where there is none."""
-    positional, by_keyword = gradients
-    args, kwargs = primals
-    structure = jax.tree.structure((args, kwargs))
-    full = (
-        tuple(_filled(g, arg) for g, arg in zip(positional, args, strict=True)),
-        {name: _filled(by_keyword.get(name), value) for name, value in kwargs.items()},
-    )
-    return list(structure.flatten_up_to(full))  # type: ignore[attr-defined]
-
-
-def _filled(gradient: Any, primal: Any) -> Any:
-    return jax.tree.map(lambda _: None, primal) if gradient is None else gradient
+        yield jnp.asarray(part, dtype=leaf.dtype)
 
 
 def _differentiated_keywords(
@@ -327,20 +319,3 @@ def _differentiated_keywords(
     """The keywords any of whose arrays is differentiated; flags are in the order of the arrays."""
     owners = zip(array_owners(args, kwargs), differentiated, strict=True)
     return frozenset(name for (name, _), wanted in owners if wanted and name in kwargs)
-
-
-def _refuse_missing(
-    op_id: str, rule: str, by_keyword: Mapping[str, Any], differentiated: frozenset[str]
-) -> None:
-    """A keyword array that is differentiated must have a gradient: silence would mean zero.
-
-    For a positional argument the author said `None` and meant it; keywords they may not have
-    thought of at all.
-    """
-    for name in sorted(differentiated - set(by_keyword)):
-        raise TypeError(
-            f"kernel {op_id}: the keyword {name!r} is being differentiated, but {rule} "
-            f"returns no gradient for it; pass it by position, return a dict "
-            f"{{{name!r}: gradient}} after the positional gradients ({{{name!r}: None}} for "
-            "a zero one), or wrap it in jax.lax.stop_gradient"
-        )

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Generic
 
 from ..utils.fingerprint import device_kind
-from .limits import Limits, declared_limits
-from .supports import Supports
+from .requirements import Limits, Supports, declared_limits
 from .types import Cfg, Out
 
 if TYPE_CHECKING:

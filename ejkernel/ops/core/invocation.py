@@ -17,10 +17,12 @@ from ..utils.fingerprint import (
     device_fingerprint,
     is_array,
     leaf_signature,
+    short_hash,
+    stable_json,
     tree_signature,
 )
-from ..utils.stable import short_hash, stable_json
-from .supports import implementation_for
+from ..utils.serialize import is_symbolic
+from .requirements import implementation_for
 from .types import Cfg, ConfigKey, Out
 
 if TYPE_CHECKING:
@@ -169,7 +171,7 @@ class Invocation(Generic[Cfg, Out]):
         return dataclasses.replace(self, differentiated=()) if self.differentiated else self
 
     def abstract(self) -> Invocation[Cfg, Out]:
-        """The same call with shapes instead of arrays: safe to keep, equal in every key."""
+        """The same call with shapes instead of arrays: safe to hold, equal in every key."""
         return dataclasses.replace(
             self,
             args=self.abstract_args,
@@ -210,6 +212,12 @@ def is_inexact(leaf: Any) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
+def symbolic_sizes(tree: Any) -> list[Any]:
+    """The distinct symbolic sizes of the arrays of a pytree, in order."""
+    shapes = [leaf.shape for leaf in jax.tree.leaves(tree) if is_array(leaf)]
+    return list(dict.fromkeys(size for shape in shapes for size in shape if is_symbolic(size)))
+
+
 def readable(value: Any) -> str:
     """An argument as a person would write it, with arrays as their dtype and shape."""
     leaves = jax.tree.leaves(value)
@@ -220,3 +228,42 @@ def readable(value: Any) -> str:
     shown = ", ".join(leaf_signature(leaf) for leaf in leaves[:4])
     more = f", … {len(leaves) - 4} more" if len(leaves) > 4 else ""
     return f"{type(value).__name__}({shown}{more})"
+
+
+# --- what is traced of a call, and what is fixed -------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticPart:
+    """The fixed part of a pytree; `merge` puts arrays back in their places."""
+
+    structure: Any
+    fixed: tuple[Any, ...]  # one per leaf; `ARRAY` where an array belongs
+
+    def merge(self, arrays: Any) -> Any:
+        """The original pytree with these arrays in it."""
+        supply = iter(arrays)
+        leaves = [next(supply) if leaf is ARRAY else leaf for leaf in self.fixed]
+        return jax.tree.unflatten(self.structure, leaves)
+
+    @property
+    def array_positions(self) -> tuple[int, ...]:
+        """The indices, among all leaves, of those that are arrays."""
+        return tuple(i for i, leaf in enumerate(self.fixed) if leaf is ARRAY)
+
+
+class _Array:
+    def __repr__(self) -> str:
+        return "<array>"
+
+
+ARRAY = _Array()
+"""Stands where an array belongs."""
+
+
+def split(tree: Any, is_data: Callable[[Any], bool] = is_array) -> tuple[list[Any], StaticPart]:
+    """The arrays (or whatever `is_data` says) of a pytree, in order, and everything else."""
+    leaves, structure = jax.tree.flatten(tree)
+    arrays = [leaf for leaf in leaves if is_data(leaf)]
+    fixed = tuple(ARRAY if is_data(leaf) else leaf for leaf in leaves)
+    return arrays, StaticPart(structure, fixed)

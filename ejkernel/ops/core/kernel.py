@@ -4,55 +4,68 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import re
 import types
 import typing
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from ...store.reading import shown
-from ..utils.fingerprint import device_kind
+from ..utils.fingerprint import device_kind, stable_json
 from ..utils.serialize import (
     config_type_named,
     declare_type,
     from_plain,
     qualified_name,
 )
-from ..utils.stable import stable_json
-from . import catalog
 from .implementation import Implementation, class_name, is_constructible
 from .invocation import Invocation, KeyBuilder
-from .limits import Limits, field_reasons, limit_reasons, with_plain_numbers
 from .methods import (
     SUFFIXES,
-    all_implementations_of,
+    check_implementations,
+    check_kernel,
     check_method_names,
     default,
     implementations_of,
     method_name,
+    refuse_reserved_keyword,
 )
 from .near import NearShapes
 from .partitioning import needs_mesh
-from .space import Space
-from .supports import (
+from .requirements import (
     IMPLEMENTATION,
     REFERENCE,
+    Limits,
     Supports,
-    demand_of,
-    demanded,
-    demands_reference,
+    field_reasons,
     has_reference,
     implementation_for,
-    no_config_message,
-    without_demand,
+    implementation_keyword,
+    limit_reasons,
+    refuse_reference,
+    requested,
+    with_plain_numbers,
+    without_implementation,
 )
+from .space import Space
 from .types import Cfg, Out
-from .validation import check_implementations, check_kernel, refuse_reserved_keyword
 
 if TYPE_CHECKING:
     from ..execution.jitted import JittedCalls
 
 _make_entries: Callable[[Kernel[Any, Any]], JittedCalls]
+
+# The kernels of this process in the order of their making, for as long as somebody holds them.
+_alive: weakref.WeakValueDictionary[int, Kernel[Any, Any]] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def kernel_named(full_op_id: str) -> Kernel[Any, Any] | None:
+    """The newest live kernel with this operation id, if any: how a label finds its kernel."""
+    kernels = (ref() for ref in reversed(_alive.valuerefs()))
+    return next((k for k in kernels if k is not None and k.full_op_id == full_op_id), None)
 
 
 def provide_calling(make_entries: Callable[[Kernel[Any, Any]], JittedCalls]) -> None:
@@ -162,7 +175,7 @@ class Kernel(Generic[Cfg, Out]):
         if version is not None:
             self.version = str(version)
         check_kernel(self)
-        catalog.add(self)
+        _alive[next(_numbers)] = self
 
     # --- identity --------------------------------------------------------------------------------
 
@@ -228,7 +241,7 @@ class Kernel(Generic[Cfg, Out]):
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What `prepare` makes of the arguments, checked."""
-        result = self.prepare(*args, **without_demand(kwargs))
+        result = self.prepare(*args, **without_implementation(kwargs))
         if (
             not isinstance(result, tuple)
             or len(result) != 2
@@ -238,7 +251,7 @@ class Kernel(Generic[Cfg, Out]):
             raise TypeError(
                 f"kernel {self.full_op_id}: prepare must return (args, kwargs), got {result!r}"
             )
-        return tuple(result[0]), {**result[1], **demand_of(kwargs)}
+        return tuple(result[0]), {**result[1], **implementation_keyword(kwargs)}
 
     def config_with(self, given: Mapping[str, Any], chosen: Callable[[], Any]) -> Any:
         """The config with these fields; what is not given comes from the one that is chosen."""
@@ -270,14 +283,13 @@ class Kernel(Generic[Cfg, Out]):
 
     def implementations_here(self) -> Sequence[Implementation[Any, Any]]:
         """The implementations that run on the current device, the preferred one first."""
-        kind = device_kind()
         if not self.implementations:
-            return implementations_of(self, kind)
-        return [item for item in self.implementations if item.runs_on(kind)]
+            return implementations_of(self, device_kind())
+        return [item for item in self.implementations if item.runs_on(device_kind())]
 
     def all_implementations(self) -> Sequence[Implementation[Any, Any]]:
         """The implementations for any device; not the reference, which has no configs."""
-        return self.implementations or all_implementations_of(self, device_kind())
+        return self.implementations or implementations_of(self, device_kind(), everywhere=True)
 
     def has_gradient_rule(self) -> bool:
         """Whether any of its implementations has a gradient rule of its own."""
@@ -301,28 +313,19 @@ class Kernel(Generic[Cfg, Out]):
             )
         return found[name]
 
-    def heuristic(self, inv: Invocation[Cfg, Out]) -> Cfg:
-        """The heuristic config of the current device, checked."""
-        if demands_reference(inv):
-            raise ValueError(no_config_message(inv))
-        return self._heuristic_of(inv, implementation_for(self, inv))
-
-    def _heuristic_of(
-        self, inv: Invocation[Cfg, Out], implementation: Implementation[Any, Any]
+    def heuristic(
+        self, inv: Invocation[Cfg, Out], implementation: Implementation[Any, Any] | None = None
     ) -> Cfg:
-        cfg = implementation.heuristic_config(inv)
-        said = (
-            f"the heuristic of {implementation.name!r} returned"
-            if self.implementations
-            else ("heuristic_cfg returned")
-        )
-        return self._checked(cfg, said, inv, implementation)
+        """The heuristic config of an implementation (default: the one for the call), checked."""
+        refuse_reference(inv)
+        chosen = implementation or implementation_for(self, inv)
+        method = f"the heuristic of {chosen.name!r}" if self.implementations else "heuristic_cfg"
+        return self.check_config(chosen.heuristic_config(inv), f"{method} returned", inv, chosen)
 
     def candidates(self, inv: Invocation[Cfg, Out]) -> list[Cfg]:
         """Every distinct config to try on the current device; the heuristic one comes first."""
-        if demands_reference(inv):
-            raise ValueError(no_config_message(inv))
-        if not self.tune_implementations or demanded(inv) is not None:
+        refuse_reference(inv)
+        if not self.tune_implementations or requested(inv) is not None:
             return self._candidates_of(inv, implementation_for(self, inv))
         return [
             _for_implementation(cfg, item.name)
@@ -343,52 +346,45 @@ class Kernel(Generic[Cfg, Out]):
         if self.implementations:
             said = f"the space of {implementation.name!r} listed"
         checked = [self.check_config_class(cfg, said) for cfg in configs]
-        return self._with_heuristic(inv, checked, implementation)
+        return self.with_heuristic(inv, checked, implementation)
 
-    def with_heuristic(self, inv: Invocation[Cfg, Out], configs: Iterable[Cfg]) -> list[Cfg]:
-        """The heuristic config, if there is one, and then the others, each once."""
-        return self._with_heuristic(inv, configs, implementation_for(self, inv))
-
-    def _with_heuristic(
+    def with_heuristic(
         self,
         inv: Invocation[Cfg, Out],
         configs: Iterable[Cfg],
-        implementation: Implementation[Any, Any],
+        implementation: Implementation[Any, Any] | None = None,
     ) -> list[Cfg]:
+        """The heuristic config, if there is one, and then the others, each once."""
         found: list[Cfg] = []
         with contextlib.suppress(NotImplementedError):  # a space without a heuristic is fine
-            found.append(self._heuristic_of(inv, implementation))
+            found.append(self.heuristic(inv, implementation))
         distinct: dict[Any, Cfg] = {}
         for cfg in (*found, *configs):
             distinct.setdefault((type(cfg), stable_json(cfg)), cfg)
         return list(distinct.values())
 
     def check_config(
-        self, cfg: Any, origin: str = "cfg is", inv: Invocation[Cfg, Out] | None = None
+        self,
+        cfg: Any,
+        origin: str = "cfg is",
+        inv: Invocation[Cfg, Out] | None = None,
+        implementation: Implementation[Any, Any] | None = None,
     ) -> Cfg:
         """Return `cfg` if it is a config of this kernel, and, with `inv`, one for that call.
 
         Numbers of NumPy in it are turned into Python's.
 
         Raises a `TypeError` for another class or a field of another type, and a `ValueError` for a
-        field that is not within the `limits` of the implementation that handles the call.
+        field that is not within the `limits` of the implementation (default: the one that handles
+        the call).
         """
-        return self._checked(cfg, origin, inv, None)
-
-    def _checked(
-        self,
-        cfg: Any,
-        origin: str,
-        inv: Invocation[Cfg, Out] | None,
-        implementation: Implementation[Any, Any] | None,
-    ) -> Cfg:
         self.check_config_class(cfg, origin)
         if reasons := field_reasons(cfg):
             raise TypeError(self._refusal(cfg, origin, reasons))
         if inv is not None:
             named = getattr(cfg, IMPLEMENTATION, None)
-            if named is not None and demanded(inv) not in (None, named):
-                reason = f"the call demands {IMPLEMENTATION}={demanded(inv)!r}"
+            if named is not None and requested(inv) not in (None, named):
+                reason = f"the call requests {IMPLEMENTATION}={requested(inv)!r}"
                 raise ValueError(self._refusal(cfg, origin, [reason]))
             chosen = implementation or implementation_for(self, inv, cfg)
             if not chosen.takes(cfg):
@@ -480,13 +476,9 @@ def _declared_config_type(cls: type) -> Any:
     for base in getattr(cls, "__orig_bases__", ()):
         origin = typing.get_origin(base)
         if isinstance(origin, type) and issubclass(origin, Kernel):
-            arguments = typing.get_args(base)
-            if (
-                arguments
-                and not isinstance(arguments[0], (TypeVar, str))
-                and arguments[0] is not Any
-            ):
-                return arguments[0]
+            declared = next(iter(typing.get_args(base)), Any)
+            if not isinstance(declared, (TypeVar, str)) and declared is not Any:
+                return declared
     return None
 
 

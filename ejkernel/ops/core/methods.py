@@ -1,13 +1,20 @@
-"""A kernel's methods with suffixes (`run_triton`, `vjp_xla`, …) as `Implementation` objects."""
+"""A kernel's methods with suffixes (`run_triton`, `vjp_xla`, …) as `Implementation` objects.
+
+And what is refused when a kernel class is written, and when a kernel is made of it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import re
+import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .implementation import Implementation
-from .limits import Limits
-from .supports import Supports
+from ...store.reading import shown
+from ..utils.serialize import field_types
+from .implementation import Implementation, class_name
+from .requirements import IMPLEMENTATION, REFERENCE, Limits, Supports
 
 if TYPE_CHECKING:
     from .kernel import Kernel
@@ -45,20 +52,16 @@ def method_name(method: str, suffix: str) -> str:
     return f"{method}_{suffix}" if suffix else method
 
 
-def implementations_of(kernel: Kernel[Any, Any], kind: str) -> list[Implementation[Any, Any]]:
-    """The run methods that run on a device kind, most specific first, as implementations."""
+def implementations_of(
+    kernel: Kernel[Any, Any], kind: str, everywhere: bool = False
+) -> list[Implementation[Any, Any]]:
+    """The run methods that run on a device kind, most specific first, as implementations.
+
+    With `everywhere`, all of them: those for other devices than this kind included.
+    """
     return [
         _implementation(kernel, suffix, kind)
-        for suffix in suffix_order(kind)
-        if _written(kernel, "run", suffix) is not None
-    ]
-
-
-def all_implementations_of(kernel: Kernel[Any, Any], kind: str) -> list[Implementation[Any, Any]]:
-    """All run methods as implementations, those for other devices than this kind included."""
-    return [
-        _implementation(kernel, suffix, kind)
-        for suffix in ("", *SUFFIXES)
+        for suffix in (("", *SUFFIXES) if everywhere else suffix_order(kind))
         if _written(kernel, "run", suffix) is not None
     ]
 
@@ -148,21 +151,6 @@ def _written(kernel: Kernel[Any, Any], method: str, suffix: str) -> Callable[...
     return getattr(kernel, name) if is_written(type(kernel), name) else None
 
 
-def check_method_names(cls: type) -> None:
-    """Refuse a class that defines `run_cuda` or the like: it would never be called."""
-    for name, value in vars(cls).items():
-        if not callable(value):
-            continue
-        for method in METHODS:
-            suffix = name.removeprefix(f"{method}_")
-            if suffix != name and name not in METHODS and suffix not in SUFFIXES:
-                raise TypeError(
-                    f"kernel class {cls.__name__} defines {name}(), but {suffix!r} is not a "
-                    f"platform or device kind, so it would never run; known suffixes of {method}_ "
-                    f"are {', '.join(SUFFIXES)} (start helper methods with an underscore)"
-                )
-
-
 def written_methods(cls: type, method: str) -> list[str]:
     """The variants of `method` that a kernel class implements."""
     names = [method_name(method, suffix) for suffix in ("", *SUFFIXES)]
@@ -182,3 +170,135 @@ def default(method: F) -> F:
     """Mark a method of `Kernel` as what stands in for one that a kernel does not write."""
     method.is_default = True  # type: ignore[attr-defined]
     return method
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+_OP_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
+_VERSION = re.compile(r"[A-Za-z0-9_.]+")
+
+
+def check_method_names(cls: type) -> None:
+    """Refuse a class that defines `run_cuda` or the like: it would never be called."""
+    for name, value in vars(cls).items():
+        if not callable(value):
+            continue
+        for method in METHODS:
+            suffix = name.removeprefix(f"{method}_")
+            if suffix != name and name not in METHODS and suffix not in SUFFIXES:
+                raise TypeError(
+                    f"kernel class {cls.__name__} defines {name}(), but {suffix!r} is not a "
+                    f"platform or device kind, so it would never run; known suffixes of {method}_ "
+                    f"are {', '.join(SUFFIXES)} (start helper methods with an underscore)"
+                )
+
+
+def check_implementations(cls: type[Kernel[Any, Any]]) -> None:
+    """Refuse a class whose `implementations` are no list of complete ones."""
+    if not isinstance(cls.implementations, (tuple, list)):
+        raise TypeError(
+            f"kernel class {cls.__name__}: implementations must be a list or a tuple, got "
+            f"{shown(cls.implementations)}"
+        )
+    for item in cls.implementations:
+        if not isinstance(item, Implementation):
+            raise TypeError(
+                f"kernel class {cls.__name__}: implementations holds {shown(item)}, which is "
+                "no Implementation"
+            )
+        if item.config is None:
+            raise TypeError(
+                f"kernel class {cls.__name__}: implementation {item.name!r} needs the class of "
+                "its configs: config=…, a frozen dataclass, which may be empty"
+            )
+
+
+def check_kernel(kernel: Kernel[Any, Any]) -> None:
+    """Raise for a kernel that could not be called, or whose name could not stand in a label."""
+    cls = type(kernel)
+    if kernel.implementations:
+        _check_listed(kernel)
+    else:
+        _check_methods(kernel)
+    for label, value, pattern in (
+        ("name", kernel.op_id, _OP_ID),
+        ("version", kernel.version, _VERSION),
+    ):
+        if not isinstance(value, str) or not pattern.fullmatch(value):
+            raise ValueError(
+                f"kernel {cls.__name__}: {label} {value!r} cannot stand in a label; use "
+                "letters, digits, '_', '.', '-' and '/'"
+            )
+
+
+def _check_listed(kernel: Kernel[Any, Any]) -> None:
+    where, given = f"kernel {kernel.op_id!r} ({type(kernel).__name__})", kernel.implementations
+    names = [item.name for item in given]
+    if len(set(names)) < len(names) or REFERENCE in names:
+        raise TypeError(
+            f"{where}: its implementations are called {', '.join(names)}; each needs a name "
+            f"of its own, and {REFERENCE!r} is taken"
+        )
+    shared = [i.config for i in given if [j.config for j in given].count(i.config) > 1]
+    unmarked = [c for c in shared if IMPLEMENTATION not in field_types(c)]
+    if kernel.tune_implementations and unmarked:
+        raise TypeError(
+            f"{where}: tune_implementations needs configs that say for which implementation "
+            f"they are: give {class_name(unmarked[0])} a field `implementation: str | None = "
+            "None`, or each implementation a class of its own"
+        )
+    methods = [m for method in METHODS for m in written_methods(type(kernel), method)]
+    if methods or kernel.supports or kernel.limits:
+        said = ", ".join(methods) or "supports or limits"
+        raise TypeError(
+            f"{where} has implementations and also {said}; an implementation has all of "
+            "these itself"
+        )
+
+
+def _check_methods(kernel: Kernel[Any, Any]) -> None:
+    cls = type(kernel)
+    runs = written_methods(cls, "run")
+    if not runs:
+        raise TypeError(
+            f"kernel {kernel.op_id!r} ({cls.__name__}) has no run method; write "
+            "run(self, *args, cfg, **kwargs) or one of run_triton, run_pallas, run_xla, "
+            "run_gpu, run_tpu, run_cpu; or give it implementations"
+        )
+    forward, backward = (bool(written_methods(cls, m)) for m in ("fwd_with_residuals", "vjp"))
+    if forward != backward:
+        have, lack = ("fwd_with_residuals", "vjp") if forward else ("vjp", "fwd_with_residuals")
+        raise TypeError(
+            f"kernel {kernel.op_id!r} ({cls.__name__}) defines {have} without {lack}; a gradient "
+            "needs both (or custom_vjp alone)"
+        )
+    names = [method.removeprefix("run_") for method in runs]
+    for attribute in ("supports", "limits"):
+        if unknown := sorted(set(getattr(kernel, attribute)) - set(names)):
+            raise TypeError(
+                f"kernel {kernel.op_id!r} ({cls.__name__}): {attribute} names "
+                f"{', '.join(unknown)}, but it has {', '.join(names)}"
+            )
+    for name, limits in kernel.limits.items():
+        if dataclasses.is_dataclass(kernel.config_type) and (
+            unknown := limits.unknown_fields(kernel.config_type)
+        ):
+            raise TypeError(
+                f"kernel {kernel.op_id!r} ({cls.__name__}): limits[{name!r}] names "
+                f"{', '.join(unknown)}, which {class_name(kernel.config_type)} does not have"
+            )
+
+
+def refuse_reserved_keyword(cls: type) -> None:
+    """Refuse a run method that takes `implementation`: it would never get it."""
+    for name in written_methods(cls, "run"):
+        method = vars(cls).get(name)
+        if isinstance(method, types.FunctionType):
+            taken = method.__code__.co_varnames[
+                : method.__code__.co_argcount + method.__code__.co_kwonlyargcount
+            ]
+            if IMPLEMENTATION in taken:
+                raise TypeError(
+                    f"kernel class {cls.__name__}: {name}() takes a keyword {IMPLEMENTATION!r}, "
+                    "which every call has already: it requests a run method by name; rename yours"
+                )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from ..utils.fingerprint import LEAF_SIGNATURE
@@ -109,14 +109,16 @@ class NearShapes:
         must_agree = ("structure", "kwargs", "batch", "implementation", "differentiated")
         if any(asked.get(part) != tuned.get(part) for part in must_agree):
             return None
+        mine, others = _leaves(asked.get("args")), _leaves(tuned.get("args"))
+        if mine is None or others is None or [i for i, _ in mine] != [i for i, _ in others]:
+            return None
         total = 0.0
-        for argument, (mine, other) in enumerate(_pairs(asked.get("args"), tuned.get("args"))):
-            for one, another in _pairs(mine, other):
-                apart = self._leaf_distance(argument, str(one), str(another))
-                if apart is None:
-                    return None
-                total += apart
-        return total if _same_length(asked.get("args"), tuned.get("args")) else None
+        for (argument, one), (_, another) in zip(mine, others, strict=True):
+            apart = self._leaf_distance(argument, one, another)
+            if apart is None:
+                return None
+            total += apart
+        return total
 
     def _leaf_distance(self, argument: int, asked: str, tuned: str) -> float | None:
         if asked == tuned:
@@ -152,16 +154,8 @@ def _sizes(text: str) -> list[int]:
     return [int(size[:20]) for size in text.split(",") if size]
 
 
-def _pairs(one: Any, other: Any) -> Iterable[tuple[Any, Any]]:
-    if not isinstance(one, list) or not isinstance(other, list):
-        return ()
-    return zip(one, other, strict=False)
-
-
-def _same_length(one: Any, other: Any) -> bool:
-    if not isinstance(one, list) or not isinstance(other, list) or len(one) != len(other):
-        return False
-    return all(
-        isinstance(a, list) and isinstance(b, list) and len(a) == len(b)
-        for a, b in zip(one, other, strict=True)
-    )
+def _leaves(args: Any) -> list[tuple[int, str]] | None:
+    """The leaves of a call, each with the number of its argument; a file may hold anything."""
+    if not isinstance(args, list) or not all(isinstance(leaves, list) for leaves in args):
+        return None
+    return [(number, str(leaf)) for number, leaves in enumerate(args) for leaf in leaves]

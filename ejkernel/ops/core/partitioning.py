@@ -127,14 +127,14 @@ class Partitioning:
         )
         sizes = _sizes(dims, [tuple(array.shape) for array in arrays])
         # An array of size 1 in a dimension that others have more of is broadcast there.
-        kept = tuple(
+        own_dims = tuple(
             tuple(
                 dim if math.prod(sizes.get(name, 1) for name in dim) == size else ()
                 for dim, size in zip(array_dims, array.shape, strict=True)
             )
             for array_dims, array in zip(dims, arrays, strict=True)
         )
-        return Layout(self, tuple(names), kept, outputs, sizes)
+        return Layout(self, tuple(names), own_dims, outputs, sizes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,15 +15,19 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from ..utils import environment
-from ..utils.meta import collect_label, label, stamped
-from ..utils.primitives import when_lowered
+from ..utils.meta import collect_label, label, stamped, when_lowered
 from .derivatives import way_out
-from .gradients import Chosen, call_with_jvp, call_with_rule, rule_by_jax, rule_of
-from .invocation import array_owners, is_inexact
+from .gradients import Choose, Chosen, call_with_rule
+from .invocation import array_owners, is_inexact, split
 from .kernel import Kernel
+from .requirements import (
+    REFERENCE,
+    implementation_for,
+    implementation_keyword,
+    requested,
+    without_implementation,
+)
 from .specification import write_specification
-from .static_part import split
-from .supports import REFERENCE, demand_of, demanded, implementation_for, without_demand
 
 if TYPE_CHECKING:
     from .implementation import Implementation
@@ -71,9 +75,9 @@ def _run(
     stage: Callable[[Invocation[Any, Any], Any], Stage],
     runs_forward: Callable[[], None] | None = None,
 ) -> Any:
-    arrays, rest = split((inv.args, without_demand(inv.kwargs)))
-    demand = demand_of(inv.kwargs)
-    # What JAX keeps of this call, to differentiate it later, must not hold the arrays of its trace.
+    arrays, rest = split((inv.args, without_implementation(inv.kwargs)))
+    keyword = implementation_keyword(inv.kwargs)
+    # What JAX holds of this call, to differentiate it later, must not hold the arrays of its trace.
     call = dataclasses.replace(inv, args=(), kwargs={})
     owners = [name for name, _ in array_owners(*rest.merge(arrays))]
 
@@ -81,7 +85,7 @@ def _run(
         args, kwargs = rest.merge(arrays)
         names = dict.fromkeys(name for name, d in zip(owners, differentiated, strict=False) if d)
         asked = dataclasses.replace(
-            call, args=args, kwargs={**kwargs, **demand}, differentiated=tuple(names)
+            call, args=args, kwargs={**kwargs, **keyword}, differentiated=tuple(names)
         )
         _build_handler(kernel, asked)
         cfg = select(asked)
@@ -93,15 +97,14 @@ def _run(
             out = run(*args, cfg=cfg, **kwargs)
             return out if names or not runs_forward else when_lowered(out, runs_forward)
 
-        rule = rule_of(implementation, cfg, kernel.full_op_id)
-        return Chosen(primal, rule or rule_by_jax(run, cfg, kernel.full_op_id), stage(asked, cfg))
+        return Chosen(implementation, cfg, primal, stage(asked, cfg))
 
-    if demanded(inv) == REFERENCE or not any(map(is_inexact, arrays)):
+    if requested(inv) == REFERENCE or not any(map(is_inexact, arrays)):
         chosen = choose(arrays)
         return chosen.stage(chosen.primal)(*arrays)
     if _has_rule(kernel, inv):
         return call_with_rule(kernel.full_op_id, choose, arrays, rest, advice=way_out(kernel))
-    return call_with_jvp(choose, arrays)
+    return _call_with_jvp(choose, arrays)
 
 
 def _build_handler(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> None:
@@ -119,11 +122,51 @@ def _has_rule(kernel: Kernel[Any, Any], inv: Invocation[Any, Any]) -> bool:
     config can be for.
     """
     by_config = kernel.tune_implementations or len(kernel.config_types) > 1
-    if by_config and inv.override_cfg is None and demanded(inv) is None:
+    if by_config and inv.override_cfg is None and requested(inv) is None:
         choices: Sequence[Implementation[Any, Any]] = kernel.implementations_here()
     else:
         choices = [implementation_for(kernel, inv, inv.override_cfg)]
     return any(choice.backward is not None for choice in choices)
+
+
+def _call_with_jvp(choose: Choose, arrays: list[Any]) -> Any:
+    """Call an operation such that differentiating it, which JAX does, chooses a config of its own.
+
+    It can be differentiated in every mode and any number of times, as far as what runs can.
+    """
+
+    @jax.custom_jvp
+    def differentiable(*arrays: Any) -> Any:
+        chosen = choose(arrays)
+        return chosen.stage(chosen.primal)(*arrays)
+
+    def jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+        chosen = choose(primals, [_changes(tangent) for tangent in tangents])
+        return jvp_of_changing(chosen.stage(chosen.primal), primals, tangents)
+
+    differentiable.defjvp(jvp, symbolic_zeros=True)
+    return differentiable(*arrays)
+
+
+def jvp_of_changing(
+    function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[Any, Any]:
+    """`jax.jvp` with respect to the arguments that change.
+
+    What does not change has no tangent rather than one of zeros, which would look as if it were
+    differentiated.
+    """
+    changing = [i for i, tangent in enumerate(tangents) if _changes(tangent)]
+
+    def of_changing(*some: Any) -> Any:
+        now = dict(zip(changing, some, strict=True))
+        return function(*(now.get(i, primal) for i, primal in enumerate(primals)))
+
+    return jax.jvp(of_changing, [primals[i] for i in changing], [tangents[i] for i in changing])
+
+
+def _changes(tangent: Any) -> bool:
+    return not isinstance(tangent, jax.custom_derivatives.SymbolicZero)
 
 
 def _labelling_stage(kernel: Kernel[Any, Any], inv: Invocation[Any, Any], cfg: Any) -> Stage:

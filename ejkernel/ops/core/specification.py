@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,8 @@ import jax.numpy as jnp
 from ...store.reading import parse_json
 from ..utils.fingerprint import abstractify, abstractify_arguments, is_array, leaf_signature
 from ..utils.serialize import from_plain, is_dtype_like, qualified_name, to_plain
-
-if TYPE_CHECKING:
-    from .invocation import Invocation
-    from .kernel import Kernel
+from .invocation import BatchAxes, Invocation
+from .kernel import Kernel, kernel_named
 
 _ARRAY = re.compile(r"(?P<dtype>[a-z0-9_]+)\[(?P<shape>[\d,]*)\](?P<weak>~?)")
 
@@ -62,8 +60,6 @@ def write_specification(
 
 
 def _batch_to_plain(batch: Any) -> dict[str, Any]:
-    from .invocation import BatchAxes
-
     if not isinstance(batch, BatchAxes):
         raise TypeError("batch axes of the caller's own cannot be written")
     return {
@@ -101,8 +97,6 @@ def read_specification(text: str) -> Invocation[Any, Any]:
     The kernel is one that lives in this process under the same operation id; else its module is
     imported and its class constructed without arguments.
     """
-    from .invocation import BatchAxes, Invocation
-
     try:
         spec = parse_json(text.replace('"', "\\u0022").replace("'", '"'), nan=True)
         op_id, kernel_name, args = spec["op"], spec["kernel"], spec["args"]
@@ -172,10 +166,7 @@ def _readable(plain: Any) -> str:
 
 def find_kernel(op_id: str, qualified: str) -> Kernel[Any, Any]:
     """The kernel with this operation id: alive already, or made from its class."""
-    from . import catalog
-    from .kernel import Kernel
-
-    alive = catalog.find(op_id)
+    alive = kernel_named(op_id)
     if alive is not None:
         return alive
     module_name, _, path = qualified.partition(":")
@@ -186,7 +177,7 @@ def find_kernel(op_id: str, qualified: str) -> Kernel[Any, Any]:
         )
     try:
         found: Any = importlib.import_module(module_name)
-        alive = catalog.find(op_id)  # importing the module may have created it
+        alive = kernel_named(op_id)  # importing the module may have created it
         if alive is not None:
             return alive
         for part in path.split("."):

@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from ..utils.fingerprint import is_array
 from ..utils.serialize import is_symbolic
-from .invocation import readable
-from .static_part import split
-from .supports import IMPLEMENTATION, REFERENCE, has_reference, without_demand
+from .invocation import readable, split, symbolic_sizes
+from .requirements import IMPLEMENTATION, REFERENCE, has_reference, without_implementation
 
 if TYPE_CHECKING:
     from .kernel import Kernel
@@ -24,17 +22,11 @@ if TYPE_CHECKING:
 Run = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 
 
-def symbols(tree: Any) -> list[Any]:
-    """The distinct symbolic sizes of the arrays of a pytree, in order."""
-    shapes = [leaf.shape for leaf in jax.tree.leaves(tree) if is_array(leaf)]
-    return list(dict.fromkeys(size for shape in shapes for size in shape if is_symbolic(size)))
-
-
 def run_with_symbols(
     kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], run: Run
 ) -> Any:
     """`run(args, kwargs)`, of which some sizes are symbols; errors have the kernel's name."""
-    found = symbols((args, kwargs))
+    found = symbolic_sizes((args, kwargs))
     arrays, rest = split((args, dict(kwargs)))
     batch = arrays[0].shape[0] if arrays and arrays[0].ndim else None
     mapped = [bool(x.ndim) and is_symbolic(x.shape[0]) for x in arrays]
@@ -54,7 +46,7 @@ def run_with_symbols(
 def _independent(
     kernel: Kernel[Any, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
-    return kernel.entries_are_independent(*args, **without_demand(kwargs))
+    return kernel.entries_are_independent(*args, **without_implementation(kwargs))
 
 
 def _elsewhere(arrays: list[Any]) -> bool:

@@ -12,7 +12,7 @@ Out = TypeVar("Out")
 
 
 class ConfigKey(NamedTuple):
-    """Where a config is kept: the device, the operation with its version, and the call."""
+    """Where a config is stored: the device, the operation with its version, and the call."""
 
     device: str
     op_id: str

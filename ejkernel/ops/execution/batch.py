@@ -10,7 +10,7 @@ import jax
 from ..core.batching import axes_per_argument, batch_size
 from ..core.invocation import BatchAxes
 from ..core.kernel import Kernel
-from ..utils.stable import stable_json
+from ..utils.fingerprint import stable_json
 from .executor import Executor, default_executor
 from .jitted import MAX_JITTED, JittedCall, holds_arrays, refuse_unhashable
 

@@ -9,16 +9,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, Self, TypeVar
 
 from ..config import context
-from ..config.decision import Decision
-from ..config.miss import Miss
+from ..config.context import AutotunePolicy
+from ..config.decision import Decision, Miss
 from ..config.persistent import PersistentCache
-from ..config.policy import AutotunePolicy
 from ..config.selection import ConfigSelectorChain
-from ..core.invocation import Invocation
+from ..core.invocation import Invocation, symbolic_sizes
 from ..core.kernel import Kernel
+from ..core.requirements import refuse_reference, requests_reference
 from ..core.running import default_config, run_selected, run_unlabelled, run_with_default
-from ..core.supports import demands_reference, no_config_message
-from ..core.symbolic import run_with_symbols, symbols
+from ..core.symbolic import run_with_symbols
 from ..registry import Recorded
 from ..utils import environment
 from .jitted import CompiledCall, ExecutorKey
@@ -49,7 +48,7 @@ class Executor:
     >>> executor = Executor(ConfigSelectorChain(cache=ConfigCache(), autotune=False))
     """
 
-    # Kernels keep their entries for this executor under `_key`, which does not keep it alive.
+    # Kernels have their entries for this executor under `_key`, which does not keep it alive.
     __slots__ = ("__dict__", "__weakref__", "_key")
 
     _key: ExecutorKey
@@ -128,43 +127,31 @@ class Executor:
         if cfg is not None:
             kernel.check_config_class(cfg)
         args, kwargs = kernel.prepared(args, kwargs)
-        if symbols((args, kwargs)):
-            settings = {"cfg": cfg, "batch_axes": batch_axes, "stamp": stamp}
-            return run_with_symbols(
-                kernel, args, kwargs, lambda a, k: self._run(kernel, a, k, **settings)
-            )
-        return self._run(kernel, args, kwargs, cfg=cfg, batch_axes=batch_axes, stamp=stamp)
 
-    def _run(
-        self,
-        kernel: Kernel[Any, Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        cfg: Any,
-        batch_axes: Any,
-        stamp: bool,
-    ) -> Any:
-        inv: Invocation[Any, Any] = Invocation(
-            kernel=kernel,
-            args=args,
-            kwargs=kwargs,
-            batch_axes=batch_axes,
-            override_cfg=cfg,
-            stamp=stamp,
-        )
-        if demands_reference(inv):
-            if cfg is not None:
-                raise ValueError(f"{no_config_message(inv)}; cfg={cfg!r} was given")
+        def call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            given = {"batch_axes": batch_axes, "override_cfg": cfg, "stamp": stamp}
+            return self._run(Invocation(kernel=kernel, args=args, kwargs=kwargs, **given), kernel)
+
+        if symbolic_sizes((args, kwargs)):
+            return run_with_symbols(kernel, args, kwargs, call)
+        return call(args, kwargs)
+
+    def _run(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
+        if requests_reference(inv):
+            if inv.override_cfg is not None:
+                refuse_reference(inv, f"; cfg={inv.override_cfg!r} was given")
             # Neither recorded nor labelled: what is, is tuned.
             return run_definition(inv, kernel, lambda i, k: run_unlabelled(i, k, None))
-        partitioned = run_partitioned(inv, kernel, self._run_here, run_with_default)
-        return self._run_here(inv, kernel) if partitioned is None else partitioned.output
+        if kernel.partitioning is not None:
+            partitioned = run_partitioned(inv, kernel, self._run_here, run_with_default)
+            if partitioned is not None:
+                return partitioned.output
+        return self._run_here(inv, kernel)
 
     def _run_here(self, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> Any:
         """Select and run with the shapes that the current trace sees."""
         recorded = Recorded()
-        # JAX keeps `select` with the program, to differentiate it later. That must not keep the
+        # JAX holds `select` with the program, to differentiate it later. That must not keep the
         # executor: a server may make one for every request.
         chooser = _weakly(self.chooser)
         missing: list[Invocation[Any, Any]] = []

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from ..core.invocation import ARRAY, StaticPart, split
 from ..core.methods import is_written, written_methods
-from ..core.static_part import ARRAY, StaticPart, split
-from ..core.supports import IMPLEMENTATION
-from ..utils.fingerprint import is_array
-from ..utils.stable import stable_json
+from ..core.requirements import IMPLEMENTATION
+from ..utils.fingerprint import is_array, stable_json
 
 if TYPE_CHECKING:
     from ..core.kernel import Kernel
@@ -34,7 +33,7 @@ class Unsorted(Exception):
 
 
 MAX_JITTED = 128
-"""How many jitted functions an entry keeps for calls that differ in what is static or built in."""
+"""How many jitted functions an entry holds for calls that differ in what is static or built in."""
 
 
 class JittedCall:
@@ -190,7 +189,7 @@ class JittedCall:
         refuse_unhashable(self.kernel, static)
         self._refuse_mixed_devices(error, args, kwargs)
         data, fixed = FixedPart.of(args, kwargs)
-        if not fixed.has_leaves_jax_refuses:
+        if not fixed.leaves:  # nothing among the data that JAX refuses
             raise error
         if not _is_hashable(fixed):
             raise TypeError(
@@ -245,11 +244,6 @@ class FixedPart:
     def leaves(self) -> list[Any]:
         """The values among the data that are built in."""
         return [leaf for leaf in self.rest.fixed if leaf is not ARRAY]
-
-    @property
-    def has_leaves_jax_refuses(self) -> bool:
-        """True if something among the data could not be traced."""
-        return bool(self.leaves)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ...store.reading import parse_json, shown
 from ...store.rows import wrong_about
 from ..config import context
 from ..config.cache import OverlayLayer
-from ..core import catalog
+from ..core.kernel import kernel_named
 from ..core.types import ConfigKey
 from ..utils.display import Displayed, Shown, as_text, brief, milliseconds
 from ..utils.fingerprint import device_fingerprint
@@ -227,7 +227,7 @@ def _entry_from_plain(plain: Any, where: str) -> Entry:
         if wrong_about(name, plain.get(name)):
             raise ValueError(f"{where}: its {name} is {shown(plain[name])}")
     op_id, type_name = plain["op_id"], plain["config_type"]
-    kernel = catalog.find(op_id)
+    kernel = kernel_named(op_id)
     known = bool(kernel and kernel.config_types) or config_type_named(type_name) is not Any
     if not known and isinstance(plain["config"], dict):
         raise ValueError(

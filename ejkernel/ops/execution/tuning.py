@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import jax
 
-from ..config.agreement import AgreementError, agreement_in_force
-from ..config.decision import Decision
-from ..config.miss import Miss
+from ..config.decision import Decision, Miss
+from ..config.hooks import AgreementError, job_agreement
 from ..config.outcome import Outcome
 from ..config.selection import ConfigSelectorChain, Sources
 from ..core.invocation import Invocation
@@ -187,7 +186,7 @@ def tuners_by_share(
     from ..tuner.tuner import Tuner
 
     unchanged: list[tuple[K, Tuner | None]] = [(key, None) for key in invocations]
-    if len(invocations) < 2 or agreement_in_force() is not None:  # others may know the answers
+    if len(invocations) < 2 or job_agreement() is not None:  # others may know the answers
         return unchanged
     if type(tuner).autotune is not Tuner.autotune:  # the user's own; it knows what it does
         return unchanged

@@ -20,9 +20,8 @@ from typing import Any, Literal, Protocol
 import jax
 
 from ..config.functions import Function
-from ..utils.fingerprint import current_device, device_kind
+from ..utils.fingerprint import current_device, device_kind, short_hash
 from ..utils.locations import without_locations
-from ..utils.stable import short_hash
 from .clock import PLANES, DeviceTime, Stopwatch
 from .judge import NonDeterminism, differs, non_determinism
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..config.functions import Function
 from ..config.outcome import Trial, Verdict
-from ..utils.stable import stable_json
+from ..utils.fingerprint import stable_json
 from .bench import Bench, BenchUnavailable, CandidateError, Lowered
 
 logger = logging.getLogger(__name__)

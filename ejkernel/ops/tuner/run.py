@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..config.outcome import Outcome, Trial, TuningFailed, TuningInterrupted, Verdict
-from ..utils.stable import stable_json
+from ..utils.fingerprint import stable_json
 from .bench import Bench, BenchUnavailable, CandidateError
 from .build import Builder, TuningTask, reason_of
 from .clock import typical

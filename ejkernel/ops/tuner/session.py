@@ -15,12 +15,10 @@ import numpy as np
 
 from ..config.functions import Function, call_with, function_maker, mapped
 from ..config.outcome import Outcome, TuningFailed, known_trials
-from ..core.invocation import Invocation, array_owners, is_inexact
+from ..core.invocation import Invocation, array_owners, is_inexact, split
 from ..core.kernel import Kernel
-from ..core.limits import reasons_against_config
-from ..core.static_part import split
-from ..core.supports import without_demand
-from ..utils.stable import stable_json
+from ..core.requirements import reasons_against_config, without_implementation
+from ..utils.fingerprint import stable_json
 from .bench import CandidateError
 from .build import TuningTask
 from .clock import typical
@@ -65,7 +63,7 @@ def tune_invocation(
         }
         with _blaming(name, "make_inputs"):
             args, kwargs = realistic_inputs(kernel, inv, getattr(tuner, "seed", 0))
-        kwargs = without_demand(kwargs)
+        kwargs = without_implementation(kwargs)
         make_fn = function_maker(inv, kernel)
         reference = getattr(kernel, "reference", None)
         if reference is not None:

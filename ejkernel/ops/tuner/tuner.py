@@ -13,7 +13,7 @@ import jax
 
 from ..config.functions import Function, call_with
 from ..config.outcome import Outcome, TuningFailed
-from ..core.static_part import StaticPart, split
+from ..core.invocation import StaticPart, split
 from .bench import Bench, Clock, LocalBench
 from .build import TuningTask
 from .clock import Stopwatch

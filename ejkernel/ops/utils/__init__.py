@@ -7,6 +7,8 @@ from .fingerprint import (
     device_kind,
     get_device_platform,
     sharding_fingerprint,
+    short_hash,
+    stable_json,
 )
 from .meta import (
     LABEL_PREFIXES,
@@ -18,7 +20,6 @@ from .meta import (
 )
 from .params import BwdParams, FwdParams
 from .serialize import from_json, to_json
-from .stable import short_hash, stable_json
 
 __all__ = [
     "LABEL_PREFIXES",

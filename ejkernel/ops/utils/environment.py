@@ -69,11 +69,11 @@ class Variable:
 
 
 class NoHomeFolder(OSError):
-    """The user has no home folder, and nothing says where else to keep things."""
+    """The user has no home folder, and nothing says where else to store things."""
 
 
 def cache_folder(*inside: str) -> pathlib.Path:
-    """The folder of everything kept on disk, or one inside of it. Nothing is made.
+    """The folder of everything stored on disk, or one inside of it. Nothing is made.
 
     A container may run as a user that nobody knows: then this is a `NoHomeFolder` error.
     """
@@ -82,7 +82,7 @@ def cache_folder(*inside: str) -> pathlib.Path:
         return pathlib.Path(given).expanduser().joinpath(*inside)
     except RuntimeError:
         raise NoHomeFolder(
-            f"there is no home folder to keep things in ({given}); set EJKERNEL_CACHE_DIR to a "
+            f"there is no home folder to store things in ({given}); set EJKERNEL_CACHE_DIR to a "
             "folder that you may write"
         ) from None
 
@@ -109,7 +109,7 @@ def for_child(changes: Mapping[str, str], programs: str = "") -> dict[str, str]:
 CACHE_DIR = Variable(
     "EJKERNEL_CACHE_DIR",
     "~/.cache/ejkernel",
-    "folder of everything kept on disk; tuned configs live in its subfolder `configs`",
+    "folder of everything stored on disk; tuned configs live in its subfolder `configs`",
 )
 CONFIG_PATH = Variable(
     "EJKERNEL_CONFIG_PATH",
@@ -144,7 +144,7 @@ PREFIX = Variable(
 RECORD = Variable(
     "EJKERNEL_OPS_RECORD",
     "auto",
-    "invocations kept while tracing: `auto` (the most recent 4096 distinct ones), "
+    "invocations recorded while tracing: `auto` (the most recent 4096 distinct ones), "
     "`1` (all of them), `0` (none)",
     choices=("auto", "1", "0"),
 )
@@ -157,21 +157,11 @@ AGREEMENT_SECONDS = Variable(
 NATIVE = Variable(
     "EJKERNEL_NATIVE",
     "auto",
-    "kernels in C++: `auto` (compiled on first use if there is a compiler, then kept), `built` "
+    "kernels in C++: `auto` (compiled on first use if there is a compiler, then stored), `built` "
     "(used if `ejkernel native build` has made them), `off`",
     choices=("auto", "built", "off"),
 )
 CXX = Variable("CXX", "", "the C++ compiler of native kernels; else c++, g++ or clang++")
 
-VARIABLES: tuple[Variable, ...] = (
-    CACHE_DIR,
-    CONFIG_PATH,
-    AUTOTUNE,
-    STRICT,
-    STAMP,
-    PREFIX,
-    RECORD,
-    AGREEMENT_SECONDS,
-    NATIVE,
-    CXX,
-)
+VARIABLES = tuple(value for value in tuple(globals().values()) if isinstance(value, Variable))
+"""All of them, in this order."""

@@ -7,48 +7,40 @@ import dataclasses
 from .serialize import declare_type
 
 
-class _OnlyWhatIsSet:
-    """Shows the fields that have a value: of ten, two or three do."""
+@dataclasses.dataclass(frozen=True, repr=False)
+class _Params:
+    """What both passes have; shows the fields that have a value: of ten, two or three do."""
+
+    q_blocksize: int | None = None
+    kv_blocksize: int | None = None
+    blocksize_m: int | None = None
+    blocksize_n: int | None = None
+    blocksize_k: int | None = None
+    blocksize_heads: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
 
     def __repr__(self) -> str:
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        given = [(field.name, getattr(self, field.name)) for field in fields]
+        given = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
         shown = ", ".join(f"{name}={value!r}" for name, value in given if value is not None)
         return f"{type(self).__name__}({shown})"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class FwdParams(_OnlyWhatIsSet):
+class FwdParams(_Params):
     """Parameters of a forward kernel; `None` leaves the choice to the kernel.
 
     >>> FwdParams(q_blocksize=128, kv_blocksize=64)
     FwdParams(q_blocksize=128, kv_blocksize=64)
     """
 
-    q_blocksize: int | None = None
-    kv_blocksize: int | None = None
-    blocksize_m: int | None = None
-    blocksize_n: int | None = None
-    blocksize_k: int | None = None
-    blocksize_heads: int | None = None
     blocksize_keys: int | None = None
     num_key_splits: int | None = None
-    num_warps: int | None = None
-    num_stages: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class BwdParams(_OnlyWhatIsSet):
+class BwdParams(_Params):
     """Parameters of a backward kernel; `None` leaves the choice to the kernel."""
-
-    q_blocksize: int | None = None
-    kv_blocksize: int | None = None
-    blocksize_m: int | None = None
-    blocksize_n: int | None = None
-    blocksize_k: int | None = None
-    blocksize_heads: int | None = None
-    num_warps: int | None = None
-    num_stages: int | None = None
 
 
 declare_type(FwdParams)

@@ -25,9 +25,8 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from .fingerprint import current_device
+from .fingerprint import code_hash, current_device, short_hash, stable_json
 from .serialize import is_dtype_like
-from .stable import code_hash, short_hash, stable_json
 
 _LISTING = ("candidate_cfgs", "config_space", "heuristic_cfg", "heuristic", "space")
 _PASSES = ("forward", "forward_with_residuals", "backward")

@@ -40,7 +40,7 @@ from ejkernel.ops import (
     policy_override,
     set_default_executor,
 )
-from ejkernel.ops.config.tiers.bundle import reload_bundles
+from ejkernel.ops.config.tiers.stored import reload_bundles
 
 ROOT = Path(__file__).resolve().parents[3]
 X = jnp.arange(1.0, 5.0)

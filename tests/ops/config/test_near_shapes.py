@@ -23,7 +23,7 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.config.explain import call_fields
 from ejkernel.ops.config.freshness import made_by
-from ejkernel.ops.config.tiers.bundle import reload_bundles
+from ejkernel.ops.config.tiers.stored import reload_bundles
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,8 @@ from config_calls import CALLS, invocation
 
 from ejkernel import modules
 from ejkernel.modules import OPERATIONS
-from ejkernel.ops.core.limits import field_reasons, limit_reasons
+from ejkernel.ops.core.requirements import field_reasons, implementation_for, limit_reasons
 from ejkernel.ops.core.space import _replaced
-from ejkernel.ops.core.supports import implementation_for
 from ejkernel.ops.utils.serialize import field_paths
 from ejkernel.targets import find
 from ejkernel.targets.lowering import standing_on

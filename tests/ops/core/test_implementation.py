@@ -71,7 +71,7 @@ ROWS = Implementation(
     heuristic=lambda inv: Rows(2),
     space=lambda inv: [Rows(1), Rows(2)],
     supports=Supports(rules=(even,)),
-    limits=Limits({"rows": Limit(least=1, most=64)}),
+    limits=Limits({"rows": Limit(minimum=1, maximum=64)}),
 )
 CHUNKS = Implementation(name="chunks", config=Chunks, forward=by_chunks)
 ELSEWHERE = Implementation(name="pallas", devices=("tpu",), config=Chunks, forward=by_chunks)
@@ -107,7 +107,7 @@ def test_a_config_says_by_its_class_whose_it_is():
         np.testing.assert_allclose(jax.jit(lambda x: kernel(x))(X), 2 * X)
 
 
-def test_a_demand_by_name():
+def test_a_request_by_name():
     kernel = Scale()
     assert gradient(kernel, X, implementation="chunks")[0] == 2
     assert gradient(kernel, X, implementation="reference")[0] == 2
@@ -204,7 +204,7 @@ def test_wrong_declarations_are_refused():
     with pytest.raises(TypeError, match="has backward without forward_with_residuals"):
         Implementation(name="a", config=Rows, forward=by_rows, backward=backward)
     with pytest.raises(TypeError, match="limits name chunks, which Rows does not have"):
-        dataclasses.replace(ROWS, limits=Limits({"chunks": Limit(least=1)}))
+        dataclasses.replace(ROWS, limits=Limits({"chunks": Limit(minimum=1)}))
 
     class Both(Scale):
         def run(self, x, *, cfg):
@@ -257,7 +257,7 @@ def test_the_gradient_is_that_of_the_config_that_was_chosen(place, tmp_path, mon
         assert jax.grad(lambda x: executor(kernel, x).sum())(X)[0] == 20
 
 
-def test_a_stored_config_of_another_implementation_than_the_demanded_is_skipped():
+def test_a_stored_config_of_another_implementation_than_the_requested_is_skipped():
     kernel = Scale()
     for name, wrong in (("rows", Chunks(2)), ("chunks", Rows(4))):
         inv = kernel.bind(X, implementation=name)
@@ -374,7 +374,7 @@ def test_a_call_and_its_config_that_name_two_implementations():
             Implementation(name=name, config=Named, forward=lambda x, *, cfg: x) for name in "ab"
         )
 
-    with pytest.raises(ValueError, match="the call demands implementation='a'"):
+    with pytest.raises(ValueError, match="the call requests implementation='a'"):
         Two()(X, implementation="a", cfg=Named("b"))
 
 
@@ -399,7 +399,7 @@ def test_a_config_class_says_its_own_heuristic_limits_and_what_does_not_fit():
                 name="xla",
                 config=SelfDescribed,
                 forward=lambda x, *, cfg: x * cfg.rows,
-                limits=Limits({"space": Limit(least=0)}),
+                limits=Limits({"space": Limit(minimum=0)}),
             ),
         )
 

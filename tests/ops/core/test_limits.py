@@ -32,9 +32,9 @@ from ejkernel.ops import (
     verify_bundle,
 )
 from ejkernel.ops.config.selection import Sources
-from ejkernel.ops.config.tiers.bundle import reload_bundles
 from ejkernel.ops.config.tiers.request import _said
-from ejkernel.ops.core.limits import field_reasons
+from ejkernel.ops.config.tiers.stored import reload_bundles
+from ejkernel.ops.core.requirements import field_reasons
 from ejkernel.store.bundle import Bundle
 
 
@@ -62,8 +62,8 @@ class Sums(Kernel[Config, jax.Array]):
     limits = {  # noqa: RUF012
         "xla": Limits(
             {
-                "block": Limit(least=1, most=64, power_of_two=True),
-                "inner.size": Limit(least=8, multiple_of=8),
+                "block": Limit(minimum=1, maximum=64, power_of_two=True),
+                "inner.size": Limit(minimum=8, multiple_of=8),
                 "splits": Limit(one_of=(1, 2)),
             },
             rules=(divides,),
@@ -373,8 +373,8 @@ def test_a_warm_call_checks_nothing(kernel, monkeypatch):
     ("limits", "message"),
     [
         ({"pallas": Limits()}, r"limits names pallas, but it has xla"),
-        ({"xla": Limits({"blok": Limit(least=1)})}, r"limits\['xla'\] names blok, which Config"),
-        ({"xla": Limits({"inner.sice": Limit(least=1)})}, r"names inner.sice"),
+        ({"xla": Limits({"blok": Limit(minimum=1)})}, r"limits\['xla'\] names blok, which Config"),
+        ({"xla": Limits({"inner.sice": Limit(minimum=1)})}, r"names inner.sice"),
     ],
 )
 def test_limits_that_can_never_hold_are_refused_when_the_kernel_is_made(limits, message):
@@ -470,9 +470,9 @@ def test_an_integer_that_no_float_holds_is_refused_as_any_other(kernel, caplog):
     ids=["uint8", "int8", "inf", "-inf", "nan", "e400"],
 )
 def test_a_number_of_any_size_is_within_limits_or_not(value):
-    assert not Limit(least=0, multiple_of=512).allows(value)
+    assert not Limit(minimum=0, multiple_of=512).allows(value)
     assert not Limit(multiple_of=7, power_of_two=True).allows(value)
-    assert not Limit(power_of_two=True, least=2).allows(value)
+    assert not Limit(power_of_two=True, minimum=2).allows(value)
 
 
 @pytest.mark.parametrize(

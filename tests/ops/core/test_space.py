@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from ejkernel.ops import Kernel
-from ejkernel.ops.config.space import Space
+from ejkernel.ops import Kernel, Space
 
 
 @dataclasses.dataclass(frozen=True)

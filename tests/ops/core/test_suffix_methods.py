@@ -80,7 +80,7 @@ def test_the_first_that_supports_a_call_serves_it_with_its_own_config():
     assert double.candidates(double.bind(ones)) == [Config(0.25), Config(0.125)]
 
 
-def test_a_demand_is_kept_and_never_reaches_the_run_method():
+def test_a_request_is_kept_and_never_reaches_the_run_method():
     double = Double()
     assert double(ones, implementation="xla")[0] == 202.5
     assert double(ones, implementation="xla", scale=3.0)[0] == 203.5
@@ -95,7 +95,7 @@ def test_gradients_are_those_of_the_implementation_that_serves():
     assert jax.grad(lambda x: double(x, implementation="xla").sum())(ones)[0] == 2
 
 
-def test_a_demand_that_cannot_be_served_gives_every_reason():
+def test_a_request_that_cannot_be_served_gives_every_reason():
     double = Double()
     with pytest.raises(NotSupported) as caught:
         double(jnp.ones(3, jnp.float16), bias=jnp.ones(3), implementation="cpu")
@@ -131,9 +131,9 @@ def test_when_nobody_serves_all_are_named():
 
 def test_configs_are_kept_apart_by_who_serves():
     double = Double()
-    free, demanded = double.bind(ones), double.bind(ones, implementation="xla")
-    assert (free.handled_by, demanded.handled_by) == ("cpu", "xla")
-    assert free.key != demanded.key
+    free, requested = double.bind(ones), double.bind(ones, implementation="xla")
+    assert (free.handled_by, requested.handled_by) == ("cpu", "xla")
+    assert free.key != requested.key
     assert call_fields(free)["implementation"] == "cpu"
 
     class Unavailable(Double):
@@ -142,7 +142,7 @@ def test_configs_are_kept_apart_by_who_serves():
     assert Unavailable().bind(ones).key != free.key
 
 
-def test_a_demanded_implementation_is_tuned():
+def test_a_requested_implementation_is_tuned():
     class Alike(Double):
         def run_cpu(self, x, *, cfg):
             return x
@@ -151,7 +151,7 @@ def test_a_demanded_implementation_is_tuned():
     assert best in (Config(0.25), Config(0.125))
 
 
-def test_a_reference_and_prepare_do_not_see_the_demand():
+def test_a_reference_and_prepare_do_not_see_the_request():
     seen = []
 
     class Prepared(Double):
@@ -171,7 +171,7 @@ def test_a_reference_and_prepare_do_not_see_the_demand():
     assert seen
 
 
-def test_a_kernel_without_keywords_takes_a_demand_too():
+def test_a_kernel_without_keywords_takes_a_request_too():
     class Plain(Kernel[Config, jax.Array]):
         def run(self, x, *, cfg):
             return x
@@ -214,5 +214,5 @@ def test_the_table_of_operations(capsys):
         supported("flush")
 
 
-def test_benchmark_takes_a_demand():
+def test_benchmark_takes_a_request():
     assert benchmark(Double(), ones, implementation="xla", num_iters=1) > 0

@@ -16,7 +16,7 @@ import jax
 from ejkernel.native import Library, declare, unavailable, why_not
 from ejkernel.native.calling import call
 from ejkernel.ops import Implementation, Invocation, Limits, Supports
-from ejkernel.ops.core.static_part import split
+from ejkernel.ops.core.invocation import split
 
 from ...limits import COUNT
 from .. import options as call_options

@@ -84,7 +84,7 @@ def _features_fit(inv: Invocation[Any, Any]) -> str | None:
     return None
 
 
-_SIDE = Limit(least=1, most=1024)
+_SIDE = Limit(minimum=1, maximum=1024)
 
 PALLAS_GPU: Implementation[FlashAttentionGpuConfig, Any] = Implementation(
     name="triton",

@@ -56,7 +56,7 @@ PALLAS_TPU: Implementation[FlashAttentionTpuConfig, Any] = Implementation(
     supports=Supports(dtypes=("float32", "bfloat16"), without=NOT_SERVED),
     limits=Limits(
         {
-            field.name: Limit(least=1, most=2**15)
+            field.name: Limit(minimum=1, maximum=2**15)
             for field in dataclasses.fields(FlashAttentionTpuConfig)
         }
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from collections.abc import Callable
@@ -16,36 +17,29 @@ logger = logging.getLogger(__name__)
 
 
 MOST_FINISHED = 4096
-"""How many results of tuning are kept to be given again; the memory cache has their configs too."""
+"""How many results of tuning are held to be given again; the memory cache has their configs too."""
 
 
+@dataclasses.dataclass(frozen=True)
 class AutotuneTier:
     """Measure the candidates; each key once, however many threads ask for it."""
 
     name = "autotune"
 
-    def __init__(
-        self,
-        tune: Callable[[Request], Outcome[Any]],
-        keep: Callable[[Request, Outcome[Any]], None],
-        forbid_reautotune: bool,
-    ) -> None:
-        self._tune = tune
-        self._keep = keep
-        self._forbid_reautotune = forbid_reautotune
-        self._lock = threading.Lock()
-        self._under_way: dict[ConfigKey, Future[TierHit | str]] = {}
-        self._finished: dict[ConfigKey, TierHit | str] = {}
-        self._here = threading.local()
+    tune: Callable[[Request], Outcome[Any]]
+    store: Callable[[Request, Outcome[Any]], None]
+    forbid_reautotune: bool
+    _lock: Any = dataclasses.field(default_factory=threading.Lock)
+    _under_way: dict[ConfigKey, Future[TierHit | str]] = dataclasses.field(default_factory=dict)
+    _finished: dict[ConfigKey, TierHit | str] = dataclasses.field(default_factory=dict)
+    _here: threading.local = dataclasses.field(default_factory=threading.local)
 
     def look(self, request: Request) -> TierHit | str:
-        if not request.policy.allow_autotune:
-            return "the policy does not allow it (allow_autotune=False)"
         key = request.key
         if key in self._keys_of_this_thread():
             return "this very call is being tuned in this thread"
         with self._lock:
-            if self._forbid_reautotune and key in self._finished:
+            if self.forbid_reautotune and key in self._finished:
                 return self._finished[key]
             waiting = self._under_way.get(key)
             if waiting is None:
@@ -83,7 +77,7 @@ class AutotuneTier:
     def _measure(self, request: Request) -> TierHit | str:
         request.emit("autotune_start")
         try:
-            outcome = self._tune(request)
+            outcome = self.tune(request)
         except TuningFailed as error:
             # Rule: never fatal. The next tier answers, and the reason is said once.
             logger.warning("ejkernel: %s", error)
@@ -91,8 +85,8 @@ class AutotuneTier:
             return str(error)
         except TuningInterrupted as interrupt:
             if interrupt.outcome is not None:
-                self._keep(request, interrupt.outcome)
+                self.store(request, interrupt.outcome)
             raise
-        self._keep(request, outcome)
+        self.store(request, outcome)
         request.emit("autotune_finish", cfg=outcome.best, outcome=outcome)
         return TierHit(outcome.best, outcome.summary(), outcome)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ....markup import one_line
 from ....store.reading import shown
-from ...core.limits import reasons_against_config
+from ...core.requirements import reasons_against_config
 from ...core.types import ConfigKey
-from ..policy import AutotunePolicy
+from ..context import AutotunePolicy
 
 if TYPE_CHECKING:
     from ...core.invocation import Invocation

@@ -26,7 +26,7 @@ class AutoAxes:
     whole arrays: residuals of a device are not.
     """
 
-    keeps_residuals: bool = False
+    saves_residuals: bool = False
 
     def place(self, work: Pass) -> Function:
         """The pass as a function of arrays."""
@@ -35,7 +35,7 @@ class AutoAxes:
 
         # Unique in the program: the labels of what the compiler makes of it are found by it.
         name = f"{work.call.label} {next(_numbers)}"
-        in_force = context.carried()  # the compiler asks from a thread of its own
+        carried = context.carried()  # the compiler asks from a thread of its own
 
         def whole(*arrays: Any) -> list[Any]:
             return list(work.compute(None, arrays))
@@ -44,7 +44,7 @@ class AutoAxes:
             partitioned = custom_partitioning(whole)
             rule, factors = _shardy_rule(work)
             partitioned.def_partition(
-                functools.partial(_partition, work, name, in_force), sharding_rule=rule, **factors
+                functools.partial(_partition, work, name, carried), sharding_rule=rule, **factors
             )
             with marking_partitioned(name):
                 return list(partitioned(*arrays))
@@ -56,14 +56,14 @@ class AutoAxes:
 
 
 def _partition(
-    work: Pass, name: str, in_force: Callable[[], Any], mesh: Any, arrays: Any, results: Any
+    work: Pass, name: str, carried: Callable[[], Any], mesh: Any, arrays: Any, results: Any
 ) -> Any:
     """What the compiler asks for: shardings, and the function of the local arrays."""
     del results  # they follow from the arguments
     shards = work.call.shards(work.layout, [a.sharding.spec for a in arrays], mesh.shape)
 
     def on_device(*arrays: Any) -> list[Any]:
-        with in_force(), collecting_labels(name):
+        with carried(), collecting_labels(name):
             return work.on_device(shards, arrays)
 
     def shardings(dims: Sequence[tuple[Dim, ...]]) -> list[NamedSharding]:

@@ -19,7 +19,7 @@ class ExplicitAxes:
 
     `visible` are the axes that JAX does not hide where the call is. What JAX traces for a pullback
     names the axes that it can see; where some are hidden, both passes are traced with and without
-    these, in an order of JAX's own, so there no residuals are kept.
+    these, in an order of JAX's own, so there no residuals are saved.
     """
 
     mesh: Any
@@ -27,7 +27,7 @@ class ExplicitAxes:
     visible: Axes
 
     @property
-    def keeps_residuals(self) -> bool:
+    def saves_residuals(self) -> bool:
         """Whether the forward pass may give more than its outputs."""
         return self.visible == explicit_axes(self.mesh)
 
@@ -37,7 +37,7 @@ class ExplicitAxes:
         def run(*arrays: Any) -> list[Any]:
             return self._run(work, arrays)
 
-        if self.keeps_residuals:
+        if self.saves_residuals:
             return run  # where nothing is hidden, JAX maps and differentiates a `shard_map` itself
 
         def run_mapped(size: int, batched: list[bool], arrays: Sequence[Any]) -> list[Any]:
@@ -66,8 +66,8 @@ class ExplicitAxes:
                 check_vma=False,
                 **_mesh_where_none_is_set(self.mesh),
             )
-        found, kept = on_device(*map(self.resharded, arrays, ins))
-        return [*found, *kept]
+        found, saved = on_device(*map(self.resharded, arrays, ins))
+        return [*found, *saved]
 
     def _mapped(self, number: int, batched: list[bool], arrays: Sequence[Any]) -> ExplicitAxes:
         """The same for a batch, which is sharded as the first array is that has it."""

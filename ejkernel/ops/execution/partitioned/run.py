@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AxisType, NamedSharding
 
-from ...core.invocation import Invocation
+from ...core.invocation import Invocation, split
 from ...core.kernel import Kernel
 from ...core.partitioning import Layout, Shards, rule_of
-from ...core.static_part import split
 from .auto_axes import AutoAxes
-from .call import PartitionedCall, Run
 from .explicit_axes import ExplicitAxes, explicit_axes, visible_axes
 from .gradient import run_with_gradient
+from .passes import PartitionedCall, Run
 
 
 class Partitioned(NamedTuple):
@@ -34,8 +33,6 @@ def run_partitioned(
     whole arrays, without selecting anything. Inside a `shard_map` of the user's nothing is left to
     do, since shapes are local already.
     """
-    if kernel.partitioning is None:
-        return None
     args, kwargs = inv.args, dict(inv.kwargs)
     arrays, rest = split((args, kwargs))
     shardings = [jax.typeof(array).sharding for array in arrays]

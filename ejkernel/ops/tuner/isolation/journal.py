@@ -31,7 +31,7 @@ from ....markup import one_line
 from ....store.private import PrivateFolder
 from ....store.reading import parse_json
 from ...utils import environment
-from ...utils.stable import short_hash
+from ...utils.fingerprint import short_hash
 
 # No candidate runs this long. Whether a process of another machine (or container) lives cannot be
 # seen from here, so its notes are left alone for this time.

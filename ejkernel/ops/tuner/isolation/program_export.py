@@ -20,8 +20,8 @@ from ejkernel.native import loading as native
 from ejkernel.native.calling import in_exports
 
 from ...config.functions import Function
+from ...utils.fingerprint import short_hash
 from ...utils.locations import without_locations
-from ...utils.stable import short_hash
 from ..bench import CandidateError, Lowered
 from .worker import ANY_CUSTOM_CALL, Header, describe
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from ....markup import one_line
 from ...config.freshness import EntryState, judge
 from ...config.outcome import Trial, TuningFailed, Verdict
-from ...config.tiers.bundle import shipped
+from ...config.tiers.stored import shipped_entries
+from ...utils.fingerprint import stable_json
 from ...utils.serialize import to_plain
-from ...utils.stable import stable_json
 
 if TYPE_CHECKING:
     from ...core.invocation import Invocation
@@ -108,7 +108,7 @@ def _said_by_bundles(
     kernel: Kernel[Any, Any], inv: Invocation[Any, Any], candidates: Sequence[Any]
 ) -> Pruned | None:
     """The first usable ranking in a bundle; not one of a kernel that has changed since."""
-    for entry, source in shipped().all_of(inv.key):
+    for entry, source in shipped_entries(inv.key):
         about = entry["about"]
         if not about.get("estimated") or judge(about, kernel, inv.key).state is EntryState.STALE:
             continue
