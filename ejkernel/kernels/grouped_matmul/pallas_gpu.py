@@ -8,25 +8,18 @@ one. Rows of no group are covered by blocks that multiply nothing and store zero
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.ops import Implementation, Invocation, Limits, Supports
+from ejkernel.ops import Invocation, Supports
 
-from ..limits import TRITON_SIDE, launch
+from ..limits import STAGES, TRITON_SIDE, WARPS
 from .arguments import Arguments
 from .groups import Steps, grid_steps, with_rows_of_no_group
-from .products import (
-    BLOCKS,
-    for_all_products,
-    no_float64_result,
-    one_at_a_time,
-    passes_of,
-    rows_for,
-)
+from .products import implementation, no_float64_result, one_at_a_time, rows_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +29,11 @@ class GroupedMatmulGpuBlocks:
     In the gradient of `rhs` the result has blocks of `k` and `n`, and `m` is summed over.
     """
 
-    block_m: int = 128
-    block_n: int = 128
-    block_k: int = 64
-    num_warps: int = 8
-    num_stages: int = 3
+    block_m: Annotated[int, TRITON_SIDE] = 128
+    block_n: Annotated[int, TRITON_SIDE] = 128
+    block_k: Annotated[int, TRITON_SIDE] = 64
+    num_warps: Annotated[int, WARPS] = 8
+    num_stages: Annotated[int, STAGES] = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +43,21 @@ class GroupedMatmulGpuConfig:
     forward: GroupedMatmulGpuBlocks = GroupedMatmulGpuBlocks()
     dlhs: GroupedMatmulGpuBlocks = GroupedMatmulGpuBlocks()
     drhs: GroupedMatmulGpuBlocks = GroupedMatmulGpuBlocks(block_m=32, block_k=128)
+
+    @classmethod
+    def heuristic(cls, inv: Invocation[Any, Any]) -> Self:
+        """Not measured: blocks that neither spill registers nor exceed an A100's shared memory."""
+        block_m = rows_for(inv, smallest=16, largest=128)
+        block_k = 32 if inv.args[0].dtype.itemsize > 2 else 64
+        blocks = GroupedMatmulGpuBlocks(block_m, 128, block_k, num_warps=8 if block_m == 128 else 4)
+        return cls(blocks, blocks)
+
+    @classmethod
+    def space(cls, inv: Invocation[Any, Any]) -> list[Self]:
+        sizes = ((16, 128), (32, 128), (64, 64), (64, 128), (128, 64))
+        choices = [(*size, 4) for size in sizes] + [(128, 128, 8), (64, 256, 8)]
+        blocks = [GroupedMatmulGpuBlocks(m, n, k, w) for m, n, w in choices for k in (32, 64)]
+        return one_at_a_time(cls.heuristic(inv), blocks)
 
 
 def times_matrices(
@@ -152,33 +160,12 @@ def matrix_gradients(
     return out
 
 
-def _heuristic(inv: Invocation[Any, Any]) -> GroupedMatmulGpuConfig:
-    """Not measured: blocks that neither spill registers nor exceed an A100's shared memory."""
-    block_m = rows_for(inv, smallest=16, largest=128)
-    block_k = 32 if inv.args[0].dtype.itemsize > 2 else 64
-    blocks = GroupedMatmulGpuBlocks(block_m, 128, block_k, num_warps=8 if block_m == 128 else 4)
-    return GroupedMatmulGpuConfig(blocks, blocks)
-
-
-def _space(inv: Invocation[Any, Any]) -> list[GroupedMatmulGpuConfig]:
-    sizes = ((16, 128), (32, 128), (64, 64), (64, 128), (128, 64))
-    choices = [(*size, 4) for size in sizes] + [(128, 128, 8), (64, 256, 8)]
-    blocks = [GroupedMatmulGpuBlocks(m, n, k, warps) for m, n, warps in choices for k in (32, 64)]
-    return one_at_a_time(_heuristic(inv), blocks)
-
-
-forward, forward_with_residuals, backward = passes_of(times_matrices, matrix_gradients, narrow=True)
-
-PALLAS_GPU: Implementation[GroupedMatmulGpuConfig, jax.Array] = Implementation(
+PALLAS_GPU = implementation(
+    times_matrices,
+    matrix_gradients,
+    narrow=True,
     name="triton",
     devices=("gpu",),
     config=GroupedMatmulGpuConfig,
-    heuristic=_heuristic,
-    space=_space,
     supports=Supports(dtypes=("float32", "bfloat16", "float16"), rules=(no_float64_result,)),
-    limits=Limits(for_all_products(dict.fromkeys(BLOCKS, TRITON_SIDE) | launch(""))),
-    forward=forward,
-    forward_with_residuals=forward_with_residuals,
-    backward=backward,
-    reads_out=False,
 )
