@@ -1,4 +1,7 @@
-"""Blocks of arrays in Triton kernels, masked only where an axis is not made of whole blocks."""
+"""Blocks of arrays in Triton kernels, masked only where an axis is not made of whole blocks.
+
+Pallas takes long to import, so functions import it when they run.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
+from jax import lax
+
+from .limits import TritonBlocks
 
 
 def part(first: Any, size: int, end: Any) -> tuple[Any, jax.Array | None]:
@@ -15,6 +19,8 @@ def part(first: Any, size: int, end: Any) -> tuple[Any, jax.Array | None]:
 
     `first` is taken to be a multiple of `size` where `end` is a number known while tracing.
     """
+    from jax.experimental import pallas as pl
+
     piece = pl.ds(first, size)
     if isinstance(end, int) and end % size == 0:
         return piece, None
@@ -30,6 +36,8 @@ def joint(rows: jax.Array | None, columns: jax.Array | None) -> jax.Array | None
 
 def load(ref: Any, mask: jax.Array | None) -> jax.Array:
     """A block, with zeros where it is masked."""
+    from jax.experimental.pallas import triton as plgpu
+
     shape = None if mask is None else tuple(ref.shape)
     if mask is not None and mask.shape != shape:
         mask = jnp.broadcast_to(mask, shape)
@@ -39,9 +47,62 @@ def load(ref: Any, mask: jax.Array | None) -> jax.Array:
 
 def store(ref: Any, block: jax.Array, mask: jax.Array | None) -> None:
     """Write a block, except where it is masked."""
+    from jax.experimental.pallas import triton as plgpu
+
     if mask is not None and mask.shape != block.shape:
         mask = jnp.broadcast_to(mask, block.shape)
     plgpu.store(ref, block.astype(ref.dtype), mask=mask)
+
+
+def product(
+    left_ref: Any,
+    right_ref: Any,
+    rows: tuple[Any, jax.Array | None],
+    columns: tuple[Any, jax.Array | None],
+    depth: int,
+    blocks: TritonBlocks,
+    *,
+    steps: Any = None,
+    matrix: tuple[Any, ...] = (),
+    transposed: bool = False,
+    precision: Any = None,
+) -> jax.Array:
+    """A block of a product in float32, from parts of the rows on the left and columns on the right.
+
+    Args:
+      depth: the size of the axis that is summed over, `block_k` elements at a time.
+      steps: how often, if not for the whole axis.
+      matrix: where the matrix is in `right_ref`.
+      transposed: whether the columns on the right are its first axis.
+    """
+    from jax.experimental.pallas import triton as plgpu
+
+    row, my_rows = rows
+    column, my_columns = columns
+
+    def add(step: Any, total: jax.Array) -> jax.Array:
+        inner, there = part(step * blocks.block_k, blocks.block_k, depth)
+        left = load(left_ref.at[row, inner], joint(my_rows, there))
+        if transposed:
+            right = load(right_ref.at[(*matrix, column, inner)], joint(my_columns, there))
+        else:
+            right = load(right_ref.at[(*matrix, inner, column)], joint(there, my_columns))
+        total += plgpu.dot(left, right, trans_b=transposed, precision=precision)
+        return total
+
+    zero = jnp.zeros((blocks.block_m, blocks.block_n), jnp.float32)
+    steps = -(-depth // blocks.block_k) if steps is None else steps
+    total: jax.Array = lax.fori_loop(
+        0 if isinstance(steps, int) else jnp.int32(0), steps, add, zero
+    )
+    return total
+
+
+def compiler_params(blocks: TritonBlocks) -> Any:
+    """How a kernel is launched with a config."""
+    from jax.experimental.pallas import triton as plgpu
+
+    return plgpu.CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages)
 
 
 def erf(x: jax.Array) -> jax.Array:

@@ -11,24 +11,22 @@ from jax import lax
 
 from ejkernel.ops import Invocation, Supports
 
-from ..limits import COUNT, STAGES, TRITON_SIDE, WARPS
+from ..limits import COUNT, TRITON_SIDE, WARPS, TritonBlocks
+from ..triton_blocks import compiler_params, erf, joint, load, part, store
 from .arguments import Arguments, sizes
 from .reference import ACTIVATIONS
 from .xla import implementation
 
 
 @dataclasses.dataclass(frozen=True)
-class GatedLinearUnitGpuConfig:
+class GatedLinearUnitGpuConfig(TritonBlocks):
     """Blocks of the products `(m, k) @ (k, n)`, powers of two, and how the kernel is launched.
 
     `backward_block_m` are the rows at a time of a gradient that computes the projections again.
     """
 
-    block_m: Annotated[int, TRITON_SIDE] = 128
     block_n: Annotated[int, TRITON_SIDE] = 64
-    block_k: Annotated[int, TRITON_SIDE] = 64
     num_warps: Annotated[int, WARPS] = 4
-    num_stages: Annotated[int, STAGES] = 3
     backward_block_m: Annotated[int, COUNT] = 1024
 
     @classmethod
@@ -51,8 +49,6 @@ def project(
     """The output; with `save`, unless they are to be computed again, also the two projections."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
-
-    from ..triton_blocks import erf, joint, load, part, store
 
     rows, columns, depth = sizes(call.x, *call.weights)
     activation = ACTIVATIONS[call.activation]
@@ -87,7 +83,7 @@ def project(
         body,
         grid=(pl.cdiv(rows, cfg.block_m), pl.cdiv(columns, cfg.block_n)),
         out_shape=[jax.ShapeDtypeStruct((rows, columns), call.x.dtype)] * outputs,
-        compiler_params=plgpu.CompilerParams(num_warps=cfg.num_warps, num_stages=cfg.num_stages),
+        compiler_params=compiler_params(cfg),
         interpret=interpret,
         name="gated_linear_unit",
     )(call.x, call.weights[0], call.weights[-1], *call.biases.values())

@@ -16,22 +16,19 @@ import jax.numpy as jnp
 from ejkernel.ops import Invocation, Supports
 
 from ..dot import dot
-from ..limits import COUNT, LANES
+from ..limits import COUNT, TpuBlocks
 from ..tpu_blocks import clear, keep_first
 from .arguments import Arguments, sizes
 from .xla import implementation
 
 
 @dataclasses.dataclass(frozen=True)
-class GatedLinearUnitTpuConfig:
+class GatedLinearUnitTpuConfig(TpuBlocks):
     """Blocks of the products `(m, k) @ (k, n)`, and the rows at a time of a recomputing gradient.
 
     Blocks are multiples of 128, and cut to whole axes where these are smaller.
     """
 
-    block_m: Annotated[int, LANES] = 512
-    block_n: Annotated[int, LANES] = 512
-    block_k: Annotated[int, LANES] = 512
     backward_block_m: Annotated[int, COUNT] = 1024
 
     @classmethod
@@ -70,8 +67,8 @@ def project(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    rows, columns, depth = axes = sizes(call.x, *call.weights)
-    block_m, block_n, block_k = map(min, (cfg.block_m, cfg.block_n, cfg.block_k), axes)
+    rows, columns, depth = sizes(call.x, *call.weights)
+    block_m, block_n, block_k = cfg.within(rows, columns, depth)
     column_blocks, depth_blocks = pl.cdiv(columns, block_n), pl.cdiv(depth, block_k)
     given = [bias.reshape(1, columns) for bias in call.biases.values()]
 

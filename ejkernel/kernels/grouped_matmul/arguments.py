@@ -30,9 +30,9 @@ class Arguments:
     lhs: jax.Array  # (m, k)
     rhs: jax.Array  # (groups, k, n), transposed (groups, n, k)
     spans: Spans
-    transpose_rhs: bool
-    precision: Any
     dtype: jnp.dtype  # of the result
+    transpose_rhs: bool = False
+    precision: Any = None
 
     @staticmethod
     def of(
@@ -40,15 +40,14 @@ class Arguments:
         rhs: jax.Array,
         group_sizes: jax.Array,
         *,
-        transpose_rhs: bool = False,
         preferred_element_type: jax.typing.DTypeLike | None = None,
-        precision: Any = None,
         group_offset: jax.Array | int | None = None,
+        **options: Any,
     ) -> Arguments:
         """From the arguments of the kernel."""
         spans = row_spans(group_sizes, lhs.shape[0], rhs.shape[0], group_offset)
         dtype = lhs.dtype if preferred_element_type is None else preferred_element_type
-        return Arguments(lhs, rhs, spans, transpose_rhs, precision, jnp.dtype(dtype))
+        return Arguments(lhs, rhs, spans, jnp.dtype(dtype), **options)
 
     def for_dlhs(self, dout: jax.Array) -> Arguments:
         """The product that gives the gradient of `lhs`: rows of `dout`, other matrices."""

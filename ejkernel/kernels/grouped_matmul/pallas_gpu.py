@@ -8,7 +8,7 @@ one. Rows of no group are covered by blocks that multiply nothing and store zero
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,24 +16,19 @@ from jax import lax
 
 from ejkernel.ops import Invocation, Supports
 
-from ..limits import STAGES, TRITON_SIDE, WARPS
+from ..limits import TritonBlocks
+from ..triton_blocks import compiler_params, joint, load, part, product, store
 from .arguments import Arguments
 from .groups import Steps, grid_steps, with_rows_of_no_group
 from .products import implementation, no_float64_result, one_at_a_time, rows_for
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupedMatmulGpuBlocks:
+class GroupedMatmulGpuBlocks(TritonBlocks):
     """Blocks of a product `(m, k) @ (k, n)`, powers of two, and how its kernel is launched.
 
     In the gradient of `rhs` the result has blocks of `k` and `n`, and `m` is summed over.
     """
-
-    block_m: Annotated[int, TRITON_SIDE] = 128
-    block_n: Annotated[int, TRITON_SIDE] = 128
-    block_k: Annotated[int, TRITON_SIDE] = 64
-    num_warps: Annotated[int, WARPS] = 8
-    num_stages: Annotated[int, STAGES] = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +60,6 @@ def times_matrices(
 ) -> jax.Array:
     """The product of :func:`.xla.times_matrices`."""
     from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton as plgpu
-
-    from ..triton_blocks import joint, load, part, store
 
     rows, columns, depth = call.sizes
     groups = call.rhs.shape[0]
@@ -81,30 +73,26 @@ def times_matrices(
         group = jnp.clip(region - 1, 0, groups - 1)  # region 0: the rows before the first group
         row, my_rows = part(first, blocks.block_m, end)
         column, my_columns = part(pl.program_id(1) * blocks.block_n, blocks.block_n, columns)
-
-        def add(k: Any, total: jax.Array) -> jax.Array:
-            inner, there = part(k * blocks.block_k, blocks.block_k, depth)
-            left = load(lhs_ref.at[row, inner], joint(my_rows, there))
-            if call.transpose_rhs:
-                right = load(rhs_ref.at[group, column, inner], joint(my_columns, there))
-            else:
-                right = load(rhs_ref.at[group, inner, column], joint(there, my_columns))
-            total += plgpu.dot(left, right, trans_b=call.transpose_rhs, precision=call.precision)
-            return total
-
         has_matrix = (region > 0) & (region <= groups)
-        steps_k = jnp.where(has_matrix, jnp.int32(pl.cdiv(depth, blocks.block_k)), jnp.int32(0))
-        total = jnp.zeros((blocks.block_m, blocks.block_n), jnp.float32)
-        total = lax.fori_loop(jnp.int32(0), steps_k, add, total)
+        total = product(
+            lhs_ref,
+            rhs_ref,
+            (row, my_rows),
+            (column, my_columns),
+            depth,
+            blocks,
+            steps=jnp.where(has_matrix, jnp.int32(pl.cdiv(depth, blocks.block_k)), jnp.int32(0)),
+            matrix=(group,),
+            transposed=call.transpose_rhs,
+            precision=call.precision,
+        )
         store(out_ref.at[row, column], total, joint(my_rows, my_columns))
 
     kernel = pl.pallas_call(
         body,
         grid=(steps.group.shape[0], pl.cdiv(columns, blocks.block_n)),
         out_shape=jax.ShapeDtypeStruct((rows, columns), call.dtype),
-        compiler_params=plgpu.CompilerParams(
-            num_warps=blocks.num_warps, num_stages=blocks.num_stages
-        ),
+        compiler_params=compiler_params(blocks),
         interpret=interpret,
         name="grouped_matmul",
     )
@@ -122,8 +110,6 @@ def matrix_gradients(
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
-
-    from ..triton_blocks import joint, load, part, store
 
     lefts, rights = call.for_drhs(dout)
     groups, depth, columns = call.rhs.shape
@@ -150,9 +136,7 @@ def matrix_gradients(
         body,
         grid=(groups, pl.cdiv(depth, blocks.block_k), pl.cdiv(columns, blocks.block_n)),
         out_shape=jax.ShapeDtypeStruct(call.rhs.shape, call.rhs.dtype),
-        compiler_params=plgpu.CompilerParams(
-            num_warps=blocks.num_warps, num_stages=blocks.num_stages
-        ),
+        compiler_params=compiler_params(blocks),
         interpret=interpret,
         name="grouped_matmul_rhs_gradient",
     )

@@ -9,7 +9,7 @@ them. Rows of no group are one more group, whose visits write zeros and multiply
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax import lax
 from ejkernel.ops import Invocation, Supports
 
 from ..dot import dot
-from ..limits import LANES
+from ..limits import TpuBlocks
 from ..tpu_blocks import clear, keep, keep_first
 from .arguments import Arguments
 from .groups import Steps, grid_steps, with_rows_of_no_group
@@ -26,19 +26,11 @@ from .products import implementation, no_float64_result, one_at_a_time, rows_for
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupedMatmulTpuBlocks:
+class GroupedMatmulTpuBlocks(TpuBlocks):
     """Blocks of a product `(m, k) @ (k, n)`: multiples of 128, cut to axes that are smaller.
 
     In the gradient of `rhs` the result has blocks of `k` and `n`, and `m` is summed over.
     """
-
-    block_m: Annotated[int, LANES] = 512
-    block_n: Annotated[int, LANES] = 512
-    block_k: Annotated[int, LANES] = 512
-
-    def within(self, m: int, n: int, k: int) -> tuple[int, int, int]:
-        """The three, no longer than the axes are."""
-        return min(self.block_m, m), min(self.block_n, n), min(self.block_k, k)
 
 
 @dataclasses.dataclass(frozen=True)
