@@ -17,12 +17,15 @@ def keep(mask: jax.Array, block: jax.Array) -> jax.Array:
     return jnp.where(mask, block.astype(jnp.float32), 0.0).astype(block.dtype)
 
 
-def keep_first(count: Any, block: jax.Array, axis: int) -> jax.Array:
-    """The block, with zeros behind the first `count` entries of an axis.
+def keep_inside(block: jax.Array, axis: int, step: Any, size: int) -> jax.Array:
+    """The block of a step along an axis, with zeros behind the end of its array.
 
     What a block holds beyond its array is undefined.
     """
-    return keep(lax.broadcasted_iota(jnp.int32, block.shape, axis) < count, block)
+    length = block.shape[axis]
+    if size % length == 0:
+        return block
+    return keep(lax.broadcasted_iota(jnp.int32, block.shape, axis) < size - step * length, block)
 
 
 def clear(is_first: Any, *sums: Any) -> None:

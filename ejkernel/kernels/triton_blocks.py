@@ -5,6 +5,7 @@ Pallas takes long to import, so functions import it when they run.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -54,48 +55,44 @@ def store(ref: Any, block: jax.Array, mask: jax.Array | None) -> None:
     plgpu.store(ref, block.astype(ref.dtype), mask=mask)
 
 
-def product(
-    left_ref: Any,
-    right_ref: Any,
-    rows: tuple[Any, jax.Array | None],
-    columns: tuple[Any, jax.Array | None],
+def products(
+    left: Callable[[Any], Any],
+    rights: Sequence[Callable[[Any], Any]],
+    masks: tuple[jax.Array | None, jax.Array | None],
     depth: int,
     blocks: TritonBlocks,
     *,
     steps: Any = None,
-    matrix: tuple[Any, ...] = (),
     transposed: bool = False,
     precision: Any = None,
-) -> jax.Array:
-    """A block of a product in float32, from parts of the rows on the left and columns on the right.
+) -> Sequence[jax.Array]:
+    """A block of each product of what is on the left with something on the right, in float32.
 
     Args:
+      left: `left(part)` is where a part of the axis that is summed over is read.
+      rights: the same for the other sides.
+      masks: of the rows on the left, and of the columns on the right.
       depth: the size of the axis that is summed over, `block_k` elements at a time.
       steps: how often, if not for the whole axis.
-      matrix: where the matrix is in `right_ref`.
-      transposed: whether the columns on the right are its first axis.
+      transposed: whether the columns on the right come before that axis.
     """
     from jax.experimental.pallas import triton as plgpu
 
-    row, my_rows = rows
-    column, my_columns = columns
+    rows, columns = masks
 
-    def add(step: Any, total: jax.Array) -> jax.Array:
+    def add(step: Any, sums: Sequence[jax.Array]) -> Sequence[jax.Array]:
         inner, there = part(step * blocks.block_k, blocks.block_k, depth)
-        left = load(left_ref.at[row, inner], joint(my_rows, there))
-        if transposed:
-            right = load(right_ref.at[(*matrix, column, inner)], joint(my_columns, there))
-        else:
-            right = load(right_ref.at[(*matrix, inner, column)], joint(there, my_columns))
-        total += plgpu.dot(left, right, trans_b=transposed, precision=precision)
-        return total
+        block = load(left(inner), joint(rows, there))
+        mask = joint(columns, there) if transposed else joint(there, columns)
+        others = [load(right(inner), mask) for right in rights]
+        more = [plgpu.dot(block, o, trans_b=transposed, precision=precision) for o in others]
+        return [total + product for total, product in zip(sums, more, strict=True)]
 
-    zero = jnp.zeros((blocks.block_m, blocks.block_n), jnp.float32)
+    zeros = [jnp.zeros((blocks.block_m, blocks.block_n), jnp.float32)] * len(rights)
     steps = -(-depth // blocks.block_k) if steps is None else steps
-    total: jax.Array = lax.fori_loop(
-        0 if isinstance(steps, int) else jnp.int32(0), steps, add, zero
-    )
-    return total
+    first = 0 if isinstance(steps, int) else jnp.int32(0)
+    sums: Sequence[jax.Array] = lax.fori_loop(first, steps, add, zeros)
+    return sums
 
 
 def compiler_params(blocks: TritonBlocks) -> Any:

@@ -26,7 +26,7 @@ def gated_linear_unit(
 ) -> jax.Array:
     r"""Two projections of `x`, of which one gates the other: `f(x w_gate) · (x w_up)`.
 
-    Differentiable in `x`, weights and biases. Sums are kept in float32 (float64 for float64).
+    Differentiable in `x`, weights and biases. Sums are in float32 (float64 for float64).
 
     Args:
       x: `(..., k)`.

@@ -40,7 +40,7 @@ def grouped_matmul(
         checked: a negative one, or a sum of more than `m`, is a `ValueError`. Inside `jit` they
         cannot be: there a negative size counts as 0, and what reaches beyond row `m` is cut off.
       transpose_rhs: use each matrix transposed.
-      preferred_element_type: dtype of the result; by default that of the inputs. Sums are kept in
+      preferred_element_type: dtype of the result; by default that of the inputs. Sums are in
         float32 (float64 for float64) in any case.
       precision: of the products, as in `jax.lax.dot`: `"default"`, `"high"`, `"highest"`.
       group_offset: the group that `rhs[0]` belongs to, where `rhs` holds only some of the groups

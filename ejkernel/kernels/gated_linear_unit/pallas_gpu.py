@@ -6,13 +6,11 @@ import dataclasses
 from typing import Annotated, Any, Self
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from ejkernel.ops import Invocation, Supports
 
 from ..limits import COUNT, TRITON_SIDE, WARPS, TritonBlocks
-from ..triton_blocks import compiler_params, erf, joint, load, part, store
+from ..triton_blocks import compiler_params, erf, joint, load, part, products, store
 from .arguments import Arguments, sizes
 from .reference import ACTIVATIONS
 from .xla import implementation
@@ -48,7 +46,6 @@ def project(
 ) -> tuple[jax.Array, Any]:
     """The output; with `save`, unless they are to be computed again, also the two projections."""
     from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton as plgpu
 
     rows, columns, depth = sizes(call.x, *call.weights)
     activation = ACTIVATIONS[call.activation]
@@ -63,16 +60,14 @@ def project(
         column, my_columns = part(first_column, cfg.block_n, columns)
         other = pl.ds(first_column + offset, cfg.block_n)
 
-        def add(block: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            inner, there = part(block * cfg.block_k, cfg.block_k, depth)
-            left = load(x_ref.at[row, inner], joint(my_rows, there))
-            mask = joint(there, my_columns)
-            rights = load(gate_ref.at[inner, column], mask), load(up_ref.at[inner, other], mask)
-            more = [plgpu.dot(left, right, precision=call.precision) for right in rights]
-            return sums[0] + more[0], sums[1] + more[1]
-
-        zero = jnp.zeros((cfg.block_m, cfg.block_n), jnp.float32)
-        sums = lax.fori_loop(0, pl.cdiv(depth, cfg.block_k), add, (zero, zero))
+        sums = products(
+            lambda inner: x_ref.at[row, inner],
+            (lambda inner: gate_ref.at[inner, column], lambda inner: up_ref.at[inner, other]),
+            (my_rows, my_columns),
+            depth,
+            cfg,
+            precision=call.precision,
+        )
         biases = (load(ref.at[column], my_columns)[None] for ref in refs[: len(call.biases)])
         gate, up = call.biased(sums, biases)
         out_refs, results = refs[len(call.biases) :], (activation(gate) * up, gate, up)

@@ -17,7 +17,7 @@ from ejkernel.ops import Invocation, Supports
 
 from ..dot import dot
 from ..limits import COUNT, TpuBlocks
-from ..tpu_blocks import clear, keep_first
+from ..tpu_blocks import clear, keep_inside
 from .arguments import Arguments, sizes
 from .xla import implementation
 
@@ -75,13 +75,10 @@ def project(
     def body(x_ref: Any, gate_ref: Any, up_ref: Any, *refs: Any) -> None:
         block, sums = pl.program_id(2), refs[-2:]
         clear(block == 0, *sums)
-
-        def real(part: jax.Array, axis: int) -> jax.Array:
-            return keep_first(depth - block * block_k, part, axis) if depth % block_k else part
-
-        left = real(x_ref[...], 1)
+        left = keep_inside(x_ref[...], 1, block, depth)
         for weight_ref, sum_ref in zip((gate_ref, up_ref), sums, strict=True):
-            sum_ref[...] += dot(left, real(weight_ref[...], 0), (1, 0), precision=call.precision)
+            right = keep_inside(weight_ref[...], 0, block, depth)
+            sum_ref[...] += dot(left, right, (1, 0), precision=call.precision)
 
         @pl.when(block == depth_blocks - 1)
         def _() -> None:

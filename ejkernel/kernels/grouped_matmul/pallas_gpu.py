@@ -17,7 +17,7 @@ from jax import lax
 from ejkernel.ops import Invocation, Supports
 
 from ..limits import TritonBlocks
-from ..triton_blocks import compiler_params, joint, load, part, product, store
+from ..triton_blocks import compiler_params, joint, load, part, products, store
 from .arguments import Arguments
 from .groups import Steps, grid_steps, with_rows_of_no_group
 from .products import implementation, no_float64_result, one_at_a_time, rows_for
@@ -62,7 +62,7 @@ def times_matrices(
     from jax.experimental import pallas as pl
 
     rows, columns, depth = call.sizes
-    groups = call.rhs.shape[0]
+    groups, transposed = call.rhs.shape[0], call.transpose_rhs
     regions = with_rows_of_no_group(call.spans, rows)
     steps = grid_steps(regions, rows, blocks.block_m, aligned=False, visit_empty=False)
 
@@ -74,16 +74,14 @@ def times_matrices(
         row, my_rows = part(first, blocks.block_m, end)
         column, my_columns = part(pl.program_id(1) * blocks.block_n, blocks.block_n, columns)
         has_matrix = (region > 0) & (region <= groups)
-        total = product(
-            lhs_ref,
-            rhs_ref,
-            (row, my_rows),
-            (column, my_columns),
+        (total,) = products(
+            lambda inner: lhs_ref.at[row, inner],
+            [lambda i: rhs_ref.at[(group, column, i) if transposed else (group, i, column)]],
+            (my_rows, my_columns),
             depth,
             blocks,
             steps=jnp.where(has_matrix, jnp.int32(pl.cdiv(depth, blocks.block_k)), jnp.int32(0)),
-            matrix=(group,),
-            transposed=call.transpose_rhs,
+            transposed=transposed,
             precision=call.precision,
         )
         store(out_ref.at[row, column], total, joint(my_rows, my_columns))

@@ -19,7 +19,7 @@ from ejkernel.ops import Invocation, Supports
 
 from ..dot import dot
 from ..limits import TpuBlocks
-from ..tpu_blocks import clear, keep, keep_first
+from ..tpu_blocks import clear, keep, keep_inside
 from .arguments import Arguments
 from .groups import Steps, grid_steps, with_rows_of_no_group
 from .products import implementation, no_float64_result, one_at_a_time, rows_for
@@ -78,11 +78,8 @@ def times_matrices(
 
         @pl.when((group > 0) & (group <= groups) & (steps.end[step] > steps.start[step]))
         def _() -> None:
-            left, right = lhs_ref[...], rhs_ref[...]
-            if depth % block_k:
-                there = depth - k * block_k
-                left = keep_first(there, left, axis=1)
-                right = keep_first(there, right, axis=call.summed[1])
+            left = keep_inside(lhs_ref[...], 1, k, depth)
+            right = keep_inside(rhs_ref[...], call.summed[1], k, depth)
             total_ref[...] += dot(left, right, call.summed, precision=call.precision)
 
         @pl.when(k == depth_blocks - 1)

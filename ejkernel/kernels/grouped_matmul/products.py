@@ -73,5 +73,5 @@ def no_float64_result(inv: Invocation[Any, Any]) -> str | None:
     """A preferred_element_type of at most 32 bits."""
     preferred = inv.kwargs.get("preferred_element_type")
     if preferred is not None and np.dtype(preferred).itemsize > 4:
-        return f"preferred_element_type={preferred} is not supported: sums are kept in float32"
+        return f"preferred_element_type={preferred} is not supported: sums are in float32"
     return None

@@ -22,7 +22,7 @@ from ejkernel.ops import Invocation, Supports
 
 from ..implementations import implementation_of
 from ..limits import COUNT, TRITON_SIDE, TritonBlocks
-from ..triton_blocks import compiler_params, load, part, product, store
+from ..triton_blocks import compiler_params, load, part, products, store
 from . import xla
 from .arguments import Arguments, Sizes, same_dtype
 
@@ -73,13 +73,12 @@ def losses(call: Arguments, cfg: LinearCrossEntropyGpuConfig, interpret: bool = 
     def body(hidden_ref: Any, weight_ref: Any, *refs: Any) -> None:
         lse_ref, sum_ref = refs[len(biases) :]
         first_row = pl.program_id(0) * cfg.block_m
-        my_rows = part(first_row, cfg.block_m, rows)
+        row, my_rows = part(first_row, cfg.block_m, rows)
         word, my_words = part(pl.program_id(1) * cfg.block_n, cfg.block_n, words)
-        products = product(
-            hidden_ref,
-            weight_ref,
-            my_rows,
-            (word, my_words),
+        (sums,) = products(
+            lambda inner: hidden_ref.at[row, inner],
+            [lambda i: weight_ref.at[(word, i) if call.vocab_first else (i, word)]],
+            (my_rows, my_words),
             features,
             cfg,
             transposed=call.vocab_first,
@@ -89,14 +88,14 @@ def losses(call: Arguments, cfg: LinearCrossEntropyGpuConfig, interpret: bool = 
             return logits if my_words is None else jnp.where(my_words[None, :], logits, other)
 
         bias = load(refs[0].at[word], my_words)[None, :] if biases else None
-        logits = call.logits(products, bias)
+        logits = call.logits(sums, bias)
         real = masked(logits, -jnp.inf)
         largest = jnp.max(real, axis=1)  # every block has a word, so it is a number
         total = jnp.sum(jnp.exp(real - largest[:, None]), axis=1)
         place = pl.ds(pl.program_id(1) * rows + first_row, cfg.block_m)
-        store(lse_ref.at[place], largest + jnp.log(total), my_rows[1])
+        store(lse_ref.at[place], largest + jnp.log(total), my_rows)
         if call.label_smoothing:
-            store(sum_ref.at[place], jnp.sum(masked(logits, 0.0), axis=1), my_rows[1])
+            store(sum_ref.at[place], jnp.sum(masked(logits, 0.0), axis=1), my_rows)
 
     per_block = jax.ShapeDtypeStruct((word_blocks * rows,), jnp.float32)
     sums_shape = per_block if call.label_smoothing else per_block.update(shape=(1,))

@@ -11,7 +11,7 @@ backward pass: three large products in all, as many as the plain loss needs with
 memory. This takes the gradient of each row's loss beforehand, which is known when rows are summed
 or averaged: up to one factor, that is applied in the end.
 
-``dW`` is too large to be added to as a whole (the product would exist beside it), so it is updated
+``dW`` is too large to be added to as a whole (the product would exist next to it), so it is updated
 for some words at a time.
 """
 
