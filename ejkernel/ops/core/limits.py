@@ -148,7 +148,7 @@ def declared_limits(config_type: type) -> Limits:
     fields: dict[str, Limit] = {}
     for name, hint in field_types(config_type, include_extras=True).items():
         extras = getattr(hint, "__metadata__", ())
-        fields |= {name: extra for extra in extras if isinstance(extra, Limit)}
+        fields.update((name, extra) for extra in extras if isinstance(extra, Limit))
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             inner = declared_limits(hint).fields
             fields |= {f"{name}.{path}": limit for path, limit in inner.items()}
