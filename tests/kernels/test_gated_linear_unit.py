@@ -250,6 +250,6 @@ def test_bad_input_is_named(change, error, words):
         assert word in str(raised.value)
 
 
-def test_a_demanded_implementation_that_cannot_serve_says_why():
+def test_a_requested_implementation_that_cannot_run_says_why():
     with pytest.raises(NotSupported, match="this is a cpu"):
         gated_linear_unit(jnp.ones((3, 4)), jnp.ones((4, 6)), implementation="triton")
