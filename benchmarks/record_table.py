@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ejkernel.ops import Space
 from jax import lax
 
+from ejkernel.ops import Space
 from ejkernel.ops.tuner.clock import Stopwatch, typical
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

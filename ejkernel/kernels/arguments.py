@@ -93,6 +93,42 @@ def refuse_empty(operation: str, name: str, array: Any) -> None:
         raise ValueError(f"{operation}: {name} has shape {array.shape}; no axis may be empty")
 
 
+def check_axes(operation: str, arrays: Mapping[str, tuple[Any, str]], *, advice: str = "") -> None:
+    """Raise if an array lacks an axis of its layout, or if arrays differ in one that they share.
+
+    A layout names the axes of an array; `...` stands for any number of leading ones.
+
+    >>> x = np.ones((3, 5))
+    >>> check_axes("product", {"x": (x, "m k"), "w": (x, "k n")})
+    Traceback (most recent call last):
+    ValueError: product: w has shape (3, 5); it must be (5, n): of x (3, 5) and w (3, 5) k must be \
+equal
+    """
+    known: dict[str, tuple[tuple[Any, ...], str]] = {}  # the sizes of an axis, and of which array
+    for name, (array, layout) in arrays.items():
+        axes = layout.split()
+        leading = array.ndim - len(axes) + 1 if axes[0] == "..." else 1
+        if leading < 0 or array.ndim != len(axes) - 1 + leading:
+            raise ValueError(
+                f"{operation}: {name} has shape {array.shape}; it must be {_as_shape(axes)}"
+            )
+        refuse_empty(operation, name, array)
+        parts = [array.shape[:leading], *((size,) for size in array.shape[leading:])]
+        for axis, sizes in zip(axes, parts, strict=True):
+            first, other = known.setdefault(axis, (sizes, f"{name} {array.shape}"))
+            if sizes != first:
+                needed = [size for part in axes for size in known.get(part, ((part,),))[0]]
+                shared = "the leading axes" if axis == "..." else axis
+                raise ValueError(
+                    f"{operation}: {name} has shape {array.shape}; it must be {_as_shape(needed)}: "
+                    f"of {other} and {name} {array.shape} {shared} must be equal{advice}"
+                )
+
+
+def _as_shape(sizes: Sequence[Any]) -> str:
+    return f"({', '.join(map(str, sizes))}{',' if len(sizes) == 1 else ''})"
+
+
 def check_one_dtype(operation: str, arrays: Mapping[str, jax.Array]) -> None:
     """Raise if the arrays, by name, are not all of one dtype."""
     if len({array.dtype for array in arrays.values()}) > 1:

@@ -1,4 +1,4 @@
-"""The dtype that sums are kept in."""
+"""The dtype of sums."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,40 +29,31 @@ _Start = int | jax.Array
 
 def take_in_dim(x: jax.Array, start: _Start, size: int, axis: int = 0) -> jax.Array:
     """`size` entries along an axis, from `start` on."""
-    starts = [_zero(start)] * x.ndim
-    starts[axis] = start
     sizes = list(x.shape)
     sizes[axis] = size
-    if x.dtype == jnp.bfloat16:
-        return _take_bits(tuple(sizes), x, *starts)
-    return _take(x, starts, sizes)
+    return _moved(partial(_take, tuple(sizes)), (x,), *_starts(x, start, axis))
 
 
 def take_rows(x: jax.Array, indices: jax.Array) -> jax.Array:
     """The entries of the first axis with these indices, which the caller has made sure exist."""
-    return _rows_by_bits(x, indices) if x.dtype == jnp.bfloat16 else _rows(x, indices)
+    return _moved(_rows, (x,), indices)
 
 
 def put_in_dim(x: jax.Array, part: jax.Array, start: _Start, axis: int = 0) -> jax.Array:
     """The array with another part along an axis, from `start` on."""
-    starts = [_zero(start)] * x.ndim
-    starts[axis] = start
-    return put(x, part, starts)
+    return put(x, part, _starts(x, start, axis))
 
 
 def put(x: jax.Array, part: jax.Array, starts: Sequence[_Start]) -> jax.Array:
     """The array with another part that begins at `starts`."""
-    starts = _of_one_dtype(starts)
-    if x.dtype == jnp.bfloat16:
-        return _put_bits(x, part, *starts)
-    return _put(x, part, starts)
+    return _moved(_put, (x, part), *_of_one_dtype(starts))
 
 
-def _take(x: jax.Array, starts: Sequence[_Start], sizes: Sequence[int]) -> jax.Array:
+def _take(sizes: tuple[int, ...], x: jax.Array, *starts: _Start) -> jax.Array:
     return lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
 
 
-def _put(x: jax.Array, part: jax.Array, starts: Sequence[_Start]) -> jax.Array:
+def _put(x: jax.Array, part: jax.Array, *starts: _Start) -> jax.Array:
     return lax.dynamic_update_slice(x, part, starts, allow_negative_indices=False)
 
 
@@ -70,47 +61,29 @@ def _rows(x: jax.Array, indices: jax.Array) -> jax.Array:
     return x.at[indices].get(mode="promise_in_bounds")
 
 
+def _moved(move: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], *at: Any) -> jax.Array:
+    """`move(*arrays, *at)`, of bfloat16 by its bits."""
+    by_bits = arrays[0].dtype == jnp.bfloat16
+    return _moved_by_bits(move, arrays, *at) if by_bits else move(*arrays, *at)
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _take_bits(sizes: tuple[int, ...], x: jax.Array, *starts: _Start) -> jax.Array:
-    return _from_bits(_take(_to_bits(x), starts, sizes), x.dtype)
+def _moved_by_bits(
+    move: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], *at: Any
+) -> jax.Array:
+    bits = [lax.bitcast_convert_type(array, jnp.uint16) for array in arrays]
+    return lax.bitcast_convert_type(move(*bits, *at), arrays[0].dtype)
 
 
-@_take_bits.defjvp
-def _(sizes: tuple[int, ...], primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return _take_bits(sizes, *primals), _take(tangents[0], primals[1:], sizes)
+@_moved_by_bits.defjvp
+def _(move: Callable[..., jax.Array], primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return _moved_by_bits(move, *primals), move(*tangents[0], *primals[1:])
 
 
-@jax.custom_jvp
-def _rows_by_bits(x: jax.Array, indices: jax.Array) -> jax.Array:
-    return _from_bits(_rows(_to_bits(x), indices), x.dtype)
-
-
-@_rows_by_bits.defjvp
-def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return _rows_by_bits(*primals), _rows(tangents[0], primals[1])
-
-
-@jax.custom_jvp
-def _put_bits(x: jax.Array, part: jax.Array, *starts: _Start) -> jax.Array:
-    return _from_bits(_put(_to_bits(x), _to_bits(part), starts), x.dtype)
-
-
-@_put_bits.defjvp
-def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return _put_bits(*primals), _put(tangents[0], tangents[1], primals[2:])
-
-
-def _to_bits(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.uint16)
-
-
-def _from_bits(x: jax.Array, dtype: Any) -> jax.Array:
-    return lax.bitcast_convert_type(x, dtype)
-
-
-def _zero(like: _Start) -> Any:
-    """All starts have to be of one dtype."""
-    return 0 if isinstance(like, int) else np.zeros((), like.dtype)
+def _starts(x: jax.Array, start: _Start, axis: int) -> list[Any]:
+    """Where a part begins; all starts have to be of one dtype."""
+    zero = 0 if isinstance(start, int) else np.zeros((), start.dtype)
+    return [start if i == axis % x.ndim else zero for i in range(x.ndim)]
 
 
 def _of_one_dtype(starts: Sequence[_Start]) -> list[Any]:

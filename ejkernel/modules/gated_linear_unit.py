@@ -26,7 +26,7 @@ def gated_linear_unit(
 ) -> jax.Array:
     r"""Two projections of `x`, of which one gates the other: `f(x w_gate) · (x w_up)`.
 
-    Differentiable in `x`, weights and biases. Sums are kept in float32 (float64 for float64).
+    Differentiable in `x`, weights and biases. Sums are in float32 (float64 for float64).
 
     Args:
       x: `(..., k)`.
@@ -41,7 +41,7 @@ def gated_linear_unit(
       precision: of the products, as in `jax.lax.dot`: `"default"`, `"high"`, `"highest"`.
       recompute: the gradient computes both projections again, some rows at a time, instead of
         keeping them: a third more products, and no memory but that of inputs and outputs.
-      implementation: request one (`"xla"`, `"pallas"`, `"triton"`); by default the device's best.
+      implementation: one by name (`"xla"`, `"pallas"`, `"triton"`); by default the device's best.
       cfg: a config of one implementation, which then runs; by default the tuned one of the store,
         else a heuristic.
 
@@ -56,5 +56,4 @@ def gated_linear_unit(
     """
     biases = (b_gate, b_up)
     arrays, options = checked(x, w_gate, w_up, activation, biases, precision, recompute)
-    options |= given_options("gated_linear_unit", implementation, cfg)
-    return _kernel(*arrays, **options)
+    return _kernel(*arrays, **options, **given_options("gated_linear_unit", implementation, cfg))

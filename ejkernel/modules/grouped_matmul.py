@@ -40,7 +40,7 @@ def grouped_matmul(
         checked: a negative one, or a sum of more than `m`, is a `ValueError`. Inside `jit` they
         cannot be: there a negative size counts as 0, and what reaches beyond row `m` is cut off.
       transpose_rhs: use each matrix transposed.
-      preferred_element_type: dtype of the result; by default that of the inputs. Sums are kept in
+      preferred_element_type: dtype of the result; by default that of the inputs. Sums are in
         float32 (float64 for float64) in any case.
       precision: of the products, as in `jax.lax.dot`: `"default"`, `"high"`, `"highest"`.
       group_offset: the group that `rhs[0]` belongs to, where `rhs` holds only some of the groups
@@ -48,7 +48,7 @@ def grouped_matmul(
         without a matrix here give zeros, so the shards' results add up. At most the number of
         groups that are elsewhere; a larger one is a `ValueError`, or inside `jit` cut to that.
       existing_out: `(m, n)`; rows without a matrix take it instead of zeros.
-      implementation: request one (`"xla"`, `"pallas"`, `"triton"`); by default the device's best.
+      implementation: one by name (`"xla"`, `"pallas"`, `"triton"`); by default the device's best.
       cfg: a config of one implementation, which then runs; by default the tuned one of the store,
         else a heuristic.
 
@@ -61,22 +61,13 @@ def grouped_matmul(
     [32.0, 32.0, 32.0, 32.0, 32.0, 0.0]
     """
     arrays, options = checked(
-        lhs,
-        rhs,
-        group_sizes,
-        transpose_rhs=transpose_rhs,
-        preferred_element_type=preferred_element_type,
-        precision=precision,
-        group_offset=group_offset,
+        lhs, rhs, group_sizes, transpose_rhs, preferred_element_type, precision, group_offset
     )
-    asked = given_options("grouped_matmul", implementation, cfg)
+    out = _kernel(*arrays, **options, **given_options("grouped_matmul", implementation, cfg))
     if existing_out is None:
-        return _kernel(*arrays, **options, **asked)
-    call = Arguments.of(*arrays, **options)
-    rows, columns, _ = call.sizes
-    existing_out = checked_existing_out(existing_out, (rows, columns))
-    out = _kernel(*arrays, **options, **asked)
-    starts, ends = call.spans
-    row = jnp.arange(rows, dtype=starts.dtype)[:, None]
+        return out
+    existing_out = checked_existing_out(existing_out, out)
+    starts, ends = Arguments.of(*arrays, **options).spans
+    row = jnp.arange(out.shape[0], dtype=starts.dtype)[:, None]
     has_matrix = (row >= starts[0]) & (row < ends[-1])
-    return jnp.where(has_matrix, out, existing_out.astype(out.dtype))
+    return jnp.where(has_matrix, out, existing_out)

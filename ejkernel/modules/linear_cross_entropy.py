@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel.kernels.arguments import given_options
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropy, LinearCrossEntropyConfig
-from ejkernel.kernels.linear_cross_entropy.arguments import checked
-from ejkernel.kernels.linear_cross_entropy.options import IGNORED
+from ejkernel.kernels.linear_cross_entropy.arguments import IGNORED, checked
 from ejkernel.ops.utils.serialize import is_symbolic
 
 _kernel = LinearCrossEntropy()
@@ -35,7 +34,7 @@ def linear_cross_entropy(
     r"""Cross entropy of `softmax(hidden @ weight + bias)` with labels, the logits never in memory.
 
     Differentiable in `hidden`, `weight` and `bias`. With `reduction="mean"` or `"sum"` the
-    gradients are computed beside the loss, so that nothing is computed twice; with `"none"` the
+    gradients are computed with the loss, so that nothing is computed twice; with `"none"` the
     logits are computed again in the backward pass. Accumulation is in float32 whatever the input's
     dtype (in float64 for float64).
 
@@ -75,7 +74,7 @@ def linear_cross_entropy(
         hidden,
         weight,
         labels,
-        bias=bias,
+        bias,
         vocab_first=vocab_first,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,

@@ -22,7 +22,8 @@ from ejkernel.kernels.gated_linear_unit import (
     pallas_tpu,
 )
 from ejkernel.kernels.gated_linear_unit.arguments import Arguments
-from ejkernel.kernels.gated_linear_unit.passes import passes_of
+from ejkernel.kernels.gated_linear_unit.xla import backward
+from ejkernel.kernels.implementations import implementation_of
 from ejkernel.modules import gated_linear_unit
 from ejkernel.ops import NotSupported
 from ejkernel.targets.lowering import standing_on
@@ -162,7 +163,7 @@ def test_interpreted_kernels_equal_the_reference(name, stacked):
         x, *weights, activation="gelu", b_gate=biases[0], b_up=biases[1]
     )
     w_gate, w_up = weights if not stacked else jnp.split(weights[0], 2, axis=1)
-    out, gate, up = jax.jit(pallas, compiler_options=FAST_COMPILE)(x, *weights)
+    out, (gate, up) = jax.jit(pallas, compiler_options=FAST_COMPILE)(x, *weights)
     assert_close([out], [expected])
     assert_close([gate, up], [x @ w_gate + biases[0], x @ w_up + biases[1]])
 
@@ -171,8 +172,8 @@ def test_interpreted_kernels_equal_the_reference(name, stacked):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_gradients_of_the_pallas_implementations(name, recompute):
     module, cfg = PALLAS[name]
-    passes = passes_of(partial(module.project, interpret=True))
-    ahead, backward = passes["forward_with_residuals"], passes["backward"]
+    project = partial(module.project, interpret=True)
+    item = implementation_of(Arguments.of, project, backward, name=name)
     x, weights, biases, dout = inputs(19, 16, 16)
     options = {
         "activation": "silu",
@@ -181,8 +182,8 @@ def test_gradients_of_the_pallas_implementations(name, recompute):
     }
 
     def run(x, *weights):
-        out, saved = ahead(x, *weights, cfg=cfg, **options)
-        *gradients, named = backward(saved, None, dout, x, *weights, cfg=cfg, **options)
+        out, saved = item.forward_with_residuals(x, *weights, cfg=cfg, **options)
+        *gradients, named = item.backward(saved, None, dout, x, *weights, cfg=cfg, **options)
         return [out, *gradients, named["b_gate"], named["b_up"]]
 
     got = jax.jit(run, compiler_options=FAST_COMPILE)(x, *weights)
@@ -249,6 +250,6 @@ def test_bad_input_is_named(change, error, words):
         assert word in str(raised.value)
 
 
-def test_a_requested_implementation_that_cannot_serve_says_why():
+def test_a_requested_implementation_that_cannot_run_says_why():
     with pytest.raises(NotSupported, match="this is a cpu"):
         gated_linear_unit(jnp.ones((3, 4)), jnp.ones((4, 6)), implementation="triton")

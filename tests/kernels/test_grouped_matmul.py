@@ -304,7 +304,7 @@ def test_bad_input_is_named(change, error, words):
 # --- the kernel ----------------------------------------------------------------------------------
 
 
-def test_a_requested_implementation_that_cannot_serve_says_why():
+def test_a_requested_implementation_that_cannot_run_says_why():
     lhs, rhs, _ = inputs(8, 4, 4, 2, False)
     with pytest.raises(NotSupported, match="this is a cpu"):
         grouped_matmul(lhs, rhs, jnp.array([4, 4]), implementation="pallas")

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 
 from ..arguments import (
+    check_axes,
     check_one_dtype,
     checked_choice,
     checked_flag,
     checked_floating,
     checked_precision,
-    refuse_empty,
 )
-from .activations import ACTIVATIONS
+from .reference import ACTIVATIONS
 
 _NAME = "gated_linear_unit"
-_BIASES = ("b_gate", "b_up")
 _OTHER_NAMES = {"swish": "silu", "gelu_exact": "gelu", "gelu_approximate": "gelu_tanh"}
-
-Weights = tuple[jax.Array, ...]
+BIASES = ("b_gate", "b_up")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,25 +33,40 @@ class Arguments:
     """
 
     x: jax.Array  # (rows, k)
-    weights: Weights  # (k, n) twice, or one (k, 2 n)
-    biases: tuple[jax.Array | None, jax.Array | None]
+    weights: tuple[jax.Array, ...]  # (k, n) twice, or one (k, 2 n)
+    biases: dict[str, jax.Array]  # those that are given
+    shapes: list[tuple[int, ...]]  # of `x` and the weights as they were given
     activation: str
     precision: Any = None
     recompute: bool = False
 
     @staticmethod
-    def of(
-        x: jax.Array, *weights: jax.Array, b_gate: Any = None, b_up: Any = None, **options: Any
-    ) -> Arguments:
+    def of(*arrays: Any, b_gate: Any = None, b_up: Any = None, **options: Any) -> Arguments:
         """From the arguments of the kernel."""
+        x, *weights = arrays
         matrices = tuple(w.reshape(w.shape[0], -1) for w in weights)
-        return Arguments(x.reshape(-1, x.shape[-1]), matrices, (b_gate, b_up), **options)
+        biases = {n: b for n, b in zip(BIASES, (b_gate, b_up), strict=True) if b is not None}
+        shapes = [array.shape for array in arrays]
+        return Arguments(x.reshape(-1, x.shape[-1]), matrices, biases, shapes, **options)
+
+    def biased(self, sums: Iterable[jax.Array], biases: Iterable[Any]) -> list[jax.Array]:
+        """The projections from both products, and from what a kernel reads of each given bias."""
+        read = iter(biases)
+        named = zip(BIASES, sums, strict=True)
+        return [s + next(read).astype(s.dtype) if n in self.biases else s for n, s in named]
+
+    def gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return ACTIVATIONS[self.activation](gate) * up
+
+    def results(self, out: jax.Array, *projections: jax.Array) -> tuple[jax.Array, Any]:
+        """The output in the shape of the call, and what the gradient needs of the forward pass."""
+        return out.reshape(*self.shapes[0][:-1], out.shape[-1]), projections or None
 
 
-def width_of(weights: Weights) -> int:
-    """Columns of the output."""
+def sizes(x: Any, *weights: Any) -> tuple[int, int, int]:
+    """`m`, `n` and `k` of the two products `(m, k) @ (k, n)`."""
     columns = math.prod(weights[0].shape[1:])
-    return columns if len(weights) == 2 else columns // 2
+    return math.prod(x.shape[:-1]), columns if len(weights) == 2 else columns // 2, x.shape[-1]
 
 
 def checked(
@@ -61,50 +75,32 @@ def checked(
     """The arguments and keywords of the kernel from those of a user; errors name what is wrong."""
     given = {"x": x, "w_gate": w_gate} | ({} if w_up is None else {"w_up": w_up})
     arrays = {name: checked_floating(_NAME, name, array) for name, array in given.items()}
-    for name, array in arrays.items():
-        refuse_empty(_NAME, name, array)
     check_one_dtype(_NAME, arrays)
-    x, *weights = arrays.values()
-    _check_shapes(x, *weights)
+    shape = arrays["w_gate"].shape
+    holds_both = shape[1:-1] == (2,) or (len(shape) == 2 and shape[1] % 2 == 0)
+    if w_up is None and not holds_both:
+        raise ValueError(
+            f"{_NAME}: w_gate has shape {shape} and w_up is not given; then w_gate must hold both "
+            "weights, (k, 2, n) or (k, 2 n)"
+        )
+    weight = "k 2 n" if w_up is None and len(shape) == 3 else "k n"
+    layouts = {"x": "... k", "w_gate": weight, "w_up": weight}
+    both = "; w_gate may hold both weights, (k, 2, n) or (k, 2 n), without w_up"
+    check_axes(_NAME, {n: (array, layouts[n]) for n, array in arrays.items()}, advice=both)
     if isinstance(activation, str):
         activation = _OTHER_NAMES.get(activation, activation)
-    activation = checked_choice(_NAME, "activation", activation, tuple(ACTIVATIONS))
-    options: dict[str, Any] = {"activation": activation}
-    options |= _checked_biases(biases, width_of(tuple(weights)), stacked=w_up is None)
-    if precision is not None:
-        options["precision"] = checked_precision(_NAME, precision)
-    if checked_flag(_NAME, "recompute", recompute):
-        options["recompute"] = True
-    return (x, *weights), options
-
-
-def _check_shapes(x: jax.Array, w: jax.Array, w_up: jax.Array | None = None) -> None:
-    if x.ndim < 1:
-        raise ValueError(f"{_NAME}: x has shape {x.shape}; it must be (..., k)")
-    if w_up is not None and (w.ndim != 2 or w.shape != w_up.shape):
-        raise ValueError(
-            f"{_NAME}: w_gate has shape {w.shape} and w_up {w_up.shape}; both must "
-            "be (k, n), or w_gate both weights, (k, 2, n) or (k, 2 n), without w_up"
-        )
-    stacked = (w.ndim == 3 and w.shape[1] == 2) or (w.ndim == 2 and w.shape[1] % 2 == 0)
-    if w_up is None and not stacked:
-        raise ValueError(
-            f"{_NAME}: w_gate has shape {w.shape} and w_up is not given; then w_gate "
-            "must hold both weights, (k, 2, n) or (k, 2 n)"
-        )
-    if x.shape[-1] != w.shape[0]:
-        raise ValueError(
-            f"{_NAME}: the last axis of x {x.shape} has {x.shape[-1]} elements and the "
-            f"first of w_gate {w.shape} has {w.shape[0]}; these must be equal"
-        )
-
-
-def _checked_biases(given: Any, columns: int, *, stacked: bool) -> dict[str, jax.Array]:
-    named = zip(_BIASES, given, strict=True)
+    options = {
+        "activation": checked_choice(_NAME, "activation", activation, tuple(ACTIVATIONS)),
+        "precision": None if precision is None else checked_precision(_NAME, precision),
+        "recompute": checked_flag(_NAME, "recompute", recompute) or None,
+    }
+    named = zip(BIASES, biases, strict=True)
     biases = {n: checked_floating(_NAME, n, bias) for n, bias in named if bias is not None}
-    if stacked and list(biases) == ["b_gate"] and biases["b_gate"].size == 2 * columns:
-        biases = dict(zip(_BIASES, biases["b_gate"].reshape(2, columns), strict=True))
+    columns = sizes(*arrays.values())[1]
+    if w_up is None and list(biases) == ["b_gate"] and biases["b_gate"].size == 2 * columns:
+        biases = dict(zip(BIASES, biases["b_gate"].reshape(2, columns), strict=True))
     for name, bias in biases.items():
         if bias.shape != (columns,):
             raise ValueError(f"{_NAME}: {name} has shape {bias.shape}; it must be ({columns},)")
-    return biases
+    options |= biases
+    return tuple(arrays.values()), {n: value for n, value in options.items() if value is not None}

@@ -32,11 +32,8 @@ class GatedLinearUnit(Kernel[Any, jax.Array]):
         weights = "k n, k n"
         if len(inv.args) == 2:
             weights = "k two n" if len(inv.args[1].shape) == 3 else "k (two n)"
-        return Partitioning(
-            f"... k, {weights} -> ... n",
-            keywords={"b_gate": "n", "b_up": "n"},
-            independent="n",
-        )
+        biases = {"b_gate": "n", "b_up": "n"}
+        return Partitioning(f"... k, {weights} -> ... n", keywords=biases, independent="n")
 
     def entries_are_independent(self, *args: Any, **options: Any) -> bool:
         return True

@@ -1,19 +1,36 @@
-"""The gated linear unit in plain JAX, some rows at a time."""
+r"""The gated linear unit in plain JAX, and the gradient that all implementations share.
+
+With :math:`g = x W_g + b_g` and :math:`u = x W_u + b_u`, and :math:`\mathrm{do}` the gradient of
+the output:
+
+.. math::
+    \mathrm{dg} = \mathrm{do} \odot u \odot f'(g), \quad
+    \mathrm{du} = \mathrm{do} \odot f(g), \quad
+    \mathrm{dx} = \mathrm{dg} \, W_g^T + \mathrm{du} \, W_u^T, \quad
+    \mathrm{dW}_g = x^T \mathrm{dg}, \quad \mathrm{dW}_u = x^T \mathrm{du} .
+
+The gradient needs :math:`g` and :math:`u`. Saved by the forward pass they take twice the memory of
+the output; computed again, block by block, they take none, for a third more products. Everything
+else (:math:`f(g)`, :math:`f'(g)`) is computed again in either case.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from functools import partial
+from typing import Annotated, Any, Self
 
 import jax
+import jax.numpy as jnp
 
-from ejkernel.ops import Implementation, Invocation, Limits
+from ejkernel.ops import Invocation
 
+from ..dot import dot
+from ..dtypes import accumulation_dtype
+from ..implementations import implementation_of
 from ..limits import COUNT
 from ..row_blocks import in_row_blocks
-from .activations import gated
-from .arguments import Arguments, width_of
-from .passes import passes_of, projections, row_count
+from .arguments import BIASES, Arguments, sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,52 +42,78 @@ class GatedLinearUnitXlaConfig:
       backward_block_m: in a gradient that computes the projections again.
     """
 
-    block_m: int = 1024
-    backward_block_m: int = 1024
+    block_m: Annotated[int, COUNT] = 1024
+    backward_block_m: Annotated[int, COUNT] = 1024
+
+    @classmethod
+    def heuristic(cls, inv: Invocation[Any, Any]) -> Self:
+        """All rows at once, unless what XLA writes and reads again is too large (two Zen 3 cores).
+
+        512 rows at a time took 0.78 to 0.99 of the time from 8 million outputs on, and 1.06 with 4
+        to 6 million; with both weights in one array 0.74 to 0.96 from 4 million on.
+        """
+        rows, columns, _ = sizes(*inv.args)
+        at_once = rows * columns <= (2**23 - 1 if len(inv.args) == 3 else 2**21)
+        return cls(rows if at_once else 512)
+
+    @classmethod
+    def space(cls, inv: Invocation[Any, Any]) -> list[Self]:
+        rows, base = sizes(*inv.args)[0], cls.heuristic(inv)
+        blocks = sorted({min(rows, size) for size in (128, 256, 512, 1024, rows)})
+        fields = ("block_m", "backward_block_m") if inv.kwargs.get("recompute") else ("block_m",)
+        return [dataclasses.replace(base, **{field: m}) for field in fields for m in blocks]
 
 
-def project(call: Arguments, cfg: GatedLinearUnitXlaConfig, save: bool) -> tuple[jax.Array, ...]:
-    """The output `(m, n)`; with `save` also the two projections, of all rows at once."""
+def project(call: Arguments, cfg: GatedLinearUnitXlaConfig, save: bool) -> tuple[jax.Array, Any]:
+    """The output; with `save`, unless they are to be computed again, also the two projections."""
+    save = save and not call.recompute
 
     def block(x: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
-        gate, up = projections(dataclasses.replace(call, x=x))
-        results = (gated(call.activation, gate, up), *((gate, up) if save else ()))
+        gate, up = projections(call, x)
+        results = (call.gated(gate, up), *((gate, up) if save else ()))
         return tuple(result.astype(x.dtype) for result in results), None
 
     rows = call.x.shape[0] if save else cfg.block_m
     results, _ = in_row_blocks(block, (call.x,), rows, like=(call.weights, call.biases))
-    return tuple(results)
+    return call.results(*results)
 
 
-# Outputs that are computed at once, by the number of arrays that hold the weights.
-_AT_ONCE = {1: 2**21, 2: 2**23 - 1}
+def projections(call: Arguments, x: jax.Array) -> list[jax.Array]:
+    """``x @ w + b`` for the gate and for the other, in float32 (float64 for float64)."""
+    products = [dot(x, w, (1, 0), precision=call.precision) for w in call.weights]
+    sums = products if len(products) == 2 else jnp.split(products[0], 2, axis=1)
+    return call.biased(sums, (bias[None, :] for bias in call.biases.values()))
 
 
-def _heuristic(inv: Invocation[Any, Any]) -> GatedLinearUnitXlaConfig:
-    """All rows at once, unless what XLA writes and reads again is too large (two Zen 3 cores).
+def backward(call: Arguments, cfg: Any, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
+    """The gradients, from the projections of any implementation; without them, these come first.
 
-    512 rows at a time took 0.78 to 0.99 of the time from 8 million outputs on, and 1.06 with 4 to 6
-    million; with both weights in one array 0.74 to 0.96 from 4 million on.
+    Four plain products, and work by element that XLA fuses into what is around it: there is nothing
+    left for a kernel to bring together, so TPU and GPU use this too.
     """
-    rows, weights = row_count(inv), inv.args[1:]
-    at_once = rows * width_of(weights) <= _AT_ONCE[len(weights)]
-    return GatedLinearUnitXlaConfig(rows if at_once else 512)
+    wide = accumulation_dtype(call.x.dtype)
+
+    def block(x: jax.Array, dout: jax.Array, saved: Any) -> tuple[jax.Array, Any]:
+        gate, up = saved or projections(call, x)
+        _, pull_back = jax.vjp(call.gated, gate.astype(wide), up.astype(wide))
+        gradients = pull_back(dout.astype(wide))
+        named = zip(BIASES, gradients, strict=True)
+        dbiases = {name: jnp.sum(g, axis=0) for name, g in named if name in call.biases}
+        parts = gradients if len(call.weights) == 2 else [jnp.concatenate(gradients, axis=1)]
+        parts = [part.astype(x.dtype) for part in parts]
+        pairs = zip(parts, call.weights, strict=True)
+        dx = sum(dot(part, w, (1, 1), precision=call.precision) for part, w in pairs)
+        dweights = [dot(x, part, (0, 0), precision=call.precision) for part in parts]
+        return jnp.asarray(dx).astype(x.dtype), (dweights, dbiases)
+
+    rows = (call.x, dout.reshape(-1, dout.shape[-1]), saved)
+    at_once = call.x.shape[0] if saved else cfg.backward_block_m
+    dx, (dweights, dbiases) = in_row_blocks(block, rows, at_once, like=(call.weights, call.biases))
+    by_keyword = {name: g.astype(call.biases[name].dtype) for name, g in dbiases.items()}
+    arrays = [dx, *(g.astype(w.dtype) for g, w in zip(dweights, call.weights, strict=True))]
+    shaped = (g.reshape(shape) for g, shape in zip(arrays, call.shapes, strict=True))
+    return (*shaped, *([by_keyword] if by_keyword else []))
 
 
-def _space(inv: Invocation[Any, Any]) -> list[GatedLinearUnitXlaConfig]:
-    rows, base = row_count(inv), _heuristic(inv)
-    sizes = sorted({min(rows, size) for size in (128, 256, 512, 1024, rows)})
-    ahead = [dataclasses.replace(base, block_m=size) for size in sizes]
-    if not inv.kwargs.get("recompute"):
-        return ahead
-    return ahead + [dataclasses.replace(base, backward_block_m=size) for size in sizes]
-
-
-XLA: Implementation[GatedLinearUnitXlaConfig, jax.Array] = Implementation(
-    name="xla",
-    config=GatedLinearUnitXlaConfig,
-    heuristic=_heuristic,
-    space=_space,
-    limits=Limits({"block_m": COUNT, "backward_block_m": COUNT}),
-    **passes_of(project),
-)
+implementation = partial(implementation_of, Arguments.of, backward=backward)
+XLA = implementation(project, name="xla", config=GatedLinearUnitXlaConfig)

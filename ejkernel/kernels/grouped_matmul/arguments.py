@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..arguments import (
-    checked_array,
+    check_axes,
+    check_one_dtype,
     checked_flag,
     checked_floating,
     checked_floating_type,
     checked_integers,
     checked_precision,
-    refuse_empty,
-    shown,
 )
 from .groups import Spans, row_spans
 
@@ -31,9 +30,9 @@ class Arguments:
     lhs: jax.Array  # (m, k)
     rhs: jax.Array  # (groups, k, n), transposed (groups, n, k)
     spans: Spans
-    transpose_rhs: bool
-    precision: Any
     dtype: jnp.dtype  # of the result
+    transpose_rhs: bool = False
+    precision: Any = None
 
     @staticmethod
     def of(
@@ -41,15 +40,14 @@ class Arguments:
         rhs: jax.Array,
         group_sizes: jax.Array,
         *,
-        transpose_rhs: bool = False,
         preferred_element_type: jax.typing.DTypeLike | None = None,
-        precision: Any = None,
         group_offset: jax.Array | int | None = None,
+        **options: Any,
     ) -> Arguments:
         """From the arguments of the kernel."""
         spans = row_spans(group_sizes, lhs.shape[0], rhs.shape[0], group_offset)
         dtype = lhs.dtype if preferred_element_type is None else preferred_element_type
-        return Arguments(lhs, rhs, spans, transpose_rhs, precision, jnp.dtype(dtype))
+        return Arguments(lhs, rhs, spans, jnp.dtype(dtype), **options)
 
     def for_dlhs(self, dout: jax.Array) -> Arguments:
         """The product that gives the gradient of `lhs`: rows of `dout`, other matrices."""
@@ -74,32 +72,27 @@ class Arguments:
 
 
 def checked(
-    lhs: Any,
-    rhs: Any,
-    group_sizes: Any,
-    *,
-    transpose_rhs: Any,
-    preferred_element_type: Any,
-    precision: Any,
-    group_offset: Any,
+    lhs: Any, rhs: Any, group_sizes: Any, transpose: Any, dtype: Any, precision: Any, offset: Any
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], dict[str, Any]]:
     """The arguments and keywords of the kernel from those of a user; errors name what is wrong."""
     lhs, rhs = checked_floating(_NAME, "lhs", lhs), checked_floating(_NAME, "rhs", rhs)
     group_sizes = checked_integers(_NAME, "group_sizes", group_sizes)
     options: dict[str, Any] = {}
-    if checked_flag(_NAME, "transpose_rhs", transpose_rhs):
+    if checked_flag(_NAME, "transpose_rhs", transpose):
         options["transpose_rhs"] = True
-    if preferred_element_type is not None:
-        options["preferred_element_type"] = checked_floating_type(
-            _NAME, "preferred_element_type", preferred_element_type
-        )
+    if dtype is not None:
+        kind = checked_floating_type(_NAME, "preferred_element_type", dtype)
+        options["preferred_element_type"] = kind
     if precision is not None:
         options["precision"] = checked_precision(_NAME, precision)
-    _check_shapes(lhs, rhs, group_sizes, transposed="transpose_rhs" in options)
+    matrices = "groups n k" if "transpose_rhs" in options else "groups k n"
+    check_axes(_NAME, {"lhs": (lhs, "m k"), "rhs": (rhs, matrices)})
+    check_axes(_NAME, {"group_sizes": (group_sizes, "groups")})
+    check_one_dtype(_NAME, {"lhs": lhs, "rhs": rhs})
     _check_sizes(group_sizes, lhs.shape[0])
     listed, groups = group_sizes.shape[0], rhs.shape[0]
-    if group_offset is not None:
-        options["group_offset"] = _checked_offset(group_offset, listed, groups)
+    if offset is not None:
+        options["group_offset"] = _checked_offset(offset, listed, groups)
     elif listed != groups:
         raise ValueError(
             f"{_NAME}: group_sizes has {listed} groups and rhs {groups} matrices; these must be "
@@ -108,41 +101,11 @@ def checked(
     return (lhs, rhs, group_sizes), options
 
 
-def checked_existing_out(existing_out: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Rows for where there is no matrix, of the shape of the result."""
+def checked_existing_out(existing_out: Any, result: jax.Array) -> jax.Array:
+    """Rows for where there is no matrix, of the shape and dtype of the result."""
     rows = checked_floating(_NAME, "existing_out", existing_out)
-    if rows.shape != shape:
-        raise ValueError(
-            f"{_NAME}: existing_out has shape {rows.shape}, and the result {shape}; these must be "
-            "equal"
-        )
-    return rows
-
-
-def _check_shapes(
-    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, transposed: bool
-) -> None:
-    for name, array, axes in (
-        ("lhs", lhs, ("m", "k")),
-        ("rhs", rhs, ("groups", "n", "k") if transposed else ("groups", "k", "n")),
-        ("group_sizes", group_sizes, ("groups",)),
-    ):
-        if array.ndim != len(axes):
-            layout = "(groups,)" if len(axes) == 1 else f"({', '.join(axes)})"
-            raise ValueError(f"{_NAME}: {name} has shape {array.shape}; it must be {layout}")
-        refuse_empty(_NAME, name, array)
-    if lhs.dtype != rhs.dtype:
-        raise TypeError(
-            f"{_NAME}: lhs is {lhs.dtype} and rhs is {rhs.dtype}; they must have one dtype "
-            "(cast one; preferred_element_type sets that of the result)"
-        )
-    shared = rhs.shape[2 if transposed else 1]
-    if lhs.shape[1] != shared:
-        raise ValueError(
-            f"{_NAME}: lhs {lhs.shape} has {lhs.shape[1]} columns and the matrices of "
-            f"{'transposed ' if transposed else ''}rhs {rhs.shape} have {shared} rows; these must "
-            "be equal"
-        )
+    check_axes(_NAME, {"the result": (result, "m n"), "existing_out": (rows, "m n")})
+    return rows.astype(result.dtype)
 
 
 def _check_sizes(group_sizes: jax.Array, rows: int) -> None:
@@ -160,9 +123,7 @@ def _checked_offset(group_offset: Any, listed: int, groups: int) -> jax.Array:
     """One number, which may be traced."""
     if isinstance(group_offset, int) and not isinstance(group_offset, bool):
         group_offset = np.asarray(group_offset)
-    offset = checked_array(_NAME, "group_offset", group_offset)
-    if not jnp.issubdtype(offset.dtype, jnp.integer):
-        raise TypeError(f"{_NAME}: group_offset must be an integer, got {shown(offset)}")
+    offset = checked_integers(_NAME, "group_offset", group_offset)
     if offset.size != 1:
         raise ValueError(f"{_NAME}: group_offset has shape {offset.shape}; it is one number")
     if listed < groups:

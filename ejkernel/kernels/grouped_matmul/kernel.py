@@ -33,12 +33,8 @@ class GroupedMatmul(Kernel[Any, jax.Array]):
 
     def partitioning(self, inv: Invocation[Any, Any]) -> Partitioning:
         matrices = "g n k" if inv.kwargs.get("transpose_rhs") else "g k n"
-        return Partitioning(
-            f"m k, {matrices}, listed -> m n",
-            independent="m n",
-            summed="k g",
-            localize=_with_local_groups,
-        )
+        axes = f"m k, {matrices}, listed -> m n"
+        return Partitioning(axes, independent="m n", summed="k g", localize=_with_local_groups)
 
     def make_inputs(
         self, inv: Invocation[Any, Any], key: jax.Array

@@ -8,39 +8,27 @@ one. Rows of no group are covered by blocks that multiply nothing and store zero
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.ops import Implementation, Invocation, Limits, Supports
+from ejkernel.ops import Invocation, Supports
 
-from ..limits import TRITON_SIDE, launch
+from ..limits import TritonBlocks
+from ..triton_blocks import compiler_params, joint, load, part, products, store
 from .arguments import Arguments
 from .groups import Steps, grid_steps, with_rows_of_no_group
-from .products import (
-    BLOCKS,
-    for_all_products,
-    no_float64_result,
-    one_at_a_time,
-    passes_of,
-    rows_for,
-)
+from .products import implementation, no_float64_result, one_at_a_time, rows_for
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupedMatmulGpuBlocks:
+class GroupedMatmulGpuBlocks(TritonBlocks):
     """Blocks of a product `(m, k) @ (k, n)`, powers of two, and how its kernel is launched.
 
     In the gradient of `rhs` the result has blocks of `k` and `n`, and `m` is summed over.
     """
-
-    block_m: int = 128
-    block_n: int = 128
-    block_k: int = 64
-    num_warps: int = 8
-    num_stages: int = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,18 +39,30 @@ class GroupedMatmulGpuConfig:
     dlhs: GroupedMatmulGpuBlocks = GroupedMatmulGpuBlocks()
     drhs: GroupedMatmulGpuBlocks = GroupedMatmulGpuBlocks(block_m=32, block_k=128)
 
+    @classmethod
+    def heuristic(cls, inv: Invocation[Any, Any]) -> Self:
+        """Not measured: blocks that neither spill registers nor exceed an A100's shared memory."""
+        block_m = rows_for(inv, smallest=16, largest=128)
+        block_k = 32 if inv.args[0].dtype.itemsize > 2 else 64
+        blocks = GroupedMatmulGpuBlocks(block_m, 128, block_k, num_warps=8 if block_m == 128 else 4)
+        return cls(blocks, blocks)
+
+    @classmethod
+    def space(cls, inv: Invocation[Any, Any]) -> list[Self]:
+        sizes = ((16, 128), (32, 128), (64, 64), (64, 128), (128, 64))
+        choices = [(*size, 4) for size in sizes] + [(128, 128, 8), (64, 256, 8)]
+        blocks = [GroupedMatmulGpuBlocks(m, n, k, w) for m, n, w in choices for k in (32, 64)]
+        return one_at_a_time(cls.heuristic(inv), blocks)
+
 
 def times_matrices(
     call: Arguments, blocks: GroupedMatmulGpuBlocks, interpret: bool = False
 ) -> jax.Array:
     """The product of :func:`.xla.times_matrices`."""
     from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton as plgpu
-
-    from ..triton_blocks import joint, load, part, store
 
     rows, columns, depth = call.sizes
-    groups = call.rhs.shape[0]
+    groups, transposed = call.rhs.shape[0], call.transpose_rhs
     regions = with_rows_of_no_group(call.spans, rows)
     steps = grid_steps(regions, rows, blocks.block_m, aligned=False, visit_empty=False)
 
@@ -73,30 +73,24 @@ def times_matrices(
         group = jnp.clip(region - 1, 0, groups - 1)  # region 0: the rows before the first group
         row, my_rows = part(first, blocks.block_m, end)
         column, my_columns = part(pl.program_id(1) * blocks.block_n, blocks.block_n, columns)
-
-        def add(k: Any, total: jax.Array) -> jax.Array:
-            inner, there = part(k * blocks.block_k, blocks.block_k, depth)
-            left = load(lhs_ref.at[row, inner], joint(my_rows, there))
-            if call.transpose_rhs:
-                right = load(rhs_ref.at[group, column, inner], joint(my_columns, there))
-            else:
-                right = load(rhs_ref.at[group, inner, column], joint(there, my_columns))
-            total += plgpu.dot(left, right, trans_b=call.transpose_rhs, precision=call.precision)
-            return total
-
         has_matrix = (region > 0) & (region <= groups)
-        steps_k = jnp.where(has_matrix, jnp.int32(pl.cdiv(depth, blocks.block_k)), jnp.int32(0))
-        total = jnp.zeros((blocks.block_m, blocks.block_n), jnp.float32)
-        total = lax.fori_loop(jnp.int32(0), steps_k, add, total)
+        (total,) = products(
+            lambda inner: lhs_ref.at[row, inner],
+            [lambda i: rhs_ref.at[(group, column, i) if transposed else (group, i, column)]],
+            (my_rows, my_columns),
+            depth,
+            blocks,
+            steps=jnp.where(has_matrix, jnp.int32(pl.cdiv(depth, blocks.block_k)), jnp.int32(0)),
+            transposed=transposed,
+            precision=call.precision,
+        )
         store(out_ref.at[row, column], total, joint(my_rows, my_columns))
 
     kernel = pl.pallas_call(
         body,
         grid=(steps.group.shape[0], pl.cdiv(columns, blocks.block_n)),
         out_shape=jax.ShapeDtypeStruct((rows, columns), call.dtype),
-        compiler_params=plgpu.CompilerParams(
-            num_warps=blocks.num_warps, num_stages=blocks.num_stages
-        ),
+        compiler_params=compiler_params(blocks),
         interpret=interpret,
         name="grouped_matmul",
     )
@@ -114,8 +108,6 @@ def matrix_gradients(
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton as plgpu
-
-    from ..triton_blocks import joint, load, part, store
 
     lefts, rights = call.for_drhs(dout)
     groups, depth, columns = call.rhs.shape
@@ -142,9 +134,7 @@ def matrix_gradients(
         body,
         grid=(groups, pl.cdiv(depth, blocks.block_k), pl.cdiv(columns, blocks.block_n)),
         out_shape=jax.ShapeDtypeStruct(call.rhs.shape, call.rhs.dtype),
-        compiler_params=plgpu.CompilerParams(
-            num_warps=blocks.num_warps, num_stages=blocks.num_stages
-        ),
+        compiler_params=compiler_params(blocks),
         interpret=interpret,
         name="grouped_matmul_rhs_gradient",
     )
@@ -152,33 +142,12 @@ def matrix_gradients(
     return out
 
 
-def _heuristic(inv: Invocation[Any, Any]) -> GroupedMatmulGpuConfig:
-    """Not measured: blocks that neither spill registers nor exceed an A100's shared memory."""
-    block_m = rows_for(inv, smallest=16, largest=128)
-    block_k = 32 if inv.args[0].dtype.itemsize > 2 else 64
-    blocks = GroupedMatmulGpuBlocks(block_m, 128, block_k, num_warps=8 if block_m == 128 else 4)
-    return GroupedMatmulGpuConfig(blocks, blocks)
-
-
-def _space(inv: Invocation[Any, Any]) -> list[GroupedMatmulGpuConfig]:
-    sizes = ((16, 128), (32, 128), (64, 64), (64, 128), (128, 64))
-    choices = [(*size, 4) for size in sizes] + [(128, 128, 8), (64, 256, 8)]
-    blocks = [GroupedMatmulGpuBlocks(m, n, k, warps) for m, n, warps in choices for k in (32, 64)]
-    return one_at_a_time(_heuristic(inv), blocks)
-
-
-forward, forward_with_residuals, backward = passes_of(times_matrices, matrix_gradients, narrow=True)
-
-PALLAS_GPU: Implementation[GroupedMatmulGpuConfig, jax.Array] = Implementation(
+PALLAS_GPU = implementation(
+    times_matrices,
+    matrix_gradients,
+    narrow=True,
     name="triton",
     devices=("gpu",),
     config=GroupedMatmulGpuConfig,
-    heuristic=_heuristic,
-    space=_space,
     supports=Supports(dtypes=("float32", "bfloat16", "float16"), rules=(no_float64_result,)),
-    limits=Limits(for_all_products(dict.fromkeys(BLOCKS, TRITON_SIDE) | launch(""))),
-    forward=forward,
-    forward_with_residuals=forward_with_residuals,
-    backward=backward,
-    reads_out=False,
 )

@@ -9,42 +9,28 @@ them. Rows of no group are one more group, whose visits write zeros and multiply
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.ops import Implementation, Invocation, Limits, Supports
+from ejkernel.ops import Invocation, Supports
 
 from ..dot import dot
-from ..limits import LANES
+from ..limits import TpuBlocks
+from ..tpu_blocks import clear, keep, keep_inside
 from .arguments import Arguments
 from .groups import Steps, grid_steps, with_rows_of_no_group
-from .products import (
-    BLOCKS,
-    for_all_products,
-    no_float64_result,
-    one_at_a_time,
-    passes_of,
-    rows_for,
-)
+from .products import implementation, no_float64_result, one_at_a_time, rows_for
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupedMatmulTpuBlocks:
+class GroupedMatmulTpuBlocks(TpuBlocks):
     """Blocks of a product `(m, k) @ (k, n)`: multiples of 128, cut to axes that are smaller.
 
     In the gradient of `rhs` the result has blocks of `k` and `n`, and `m` is summed over.
     """
-
-    block_m: int = 512
-    block_n: int = 512
-    block_k: int = 512
-
-    def within(self, m: int, n: int, k: int) -> tuple[int, int, int]:
-        """The three, no longer than the axes are."""
-        return min(self.block_m, m), min(self.block_n, n), min(self.block_k, k)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +40,20 @@ class GroupedMatmulTpuConfig:
     forward: GroupedMatmulTpuBlocks = GroupedMatmulTpuBlocks()
     dlhs: GroupedMatmulTpuBlocks = GroupedMatmulTpuBlocks()
     drhs: GroupedMatmulTpuBlocks = GroupedMatmulTpuBlocks()
+
+    @classmethod
+    def heuristic(cls, inv: Invocation[Any, Any]) -> Self:
+        """Not measured: what fits twice into 16 MiB of vector memory, and rows as groups have."""
+        wide = inv.args[0].dtype.itemsize > 2
+        block_m = rows_for(inv, smallest=128, largest=256 if wide else 512)
+        blocks = GroupedMatmulTpuBlocks(block_m, 512 if wide else 1024, 512)
+        return cls(blocks, blocks, GroupedMatmulTpuBlocks(block_m, 512, 512))
+
+    @classmethod
+    def space(cls, inv: Invocation[Any, Any]) -> list[Self]:
+        sides = ((256, 256), (512, 512), (1024, 512), (512, 1024), (1024, 1024))
+        blocks = [GroupedMatmulTpuBlocks(m, n, k) for m in (128, 256, 512) for n, k in sides]
+        return one_at_a_time(cls.heuristic(inv), blocks)
 
 
 def times_matrices(
@@ -74,18 +74,12 @@ def times_matrices(
         steps, (lhs_ref, rhs_ref, out_ref, total_ref) = Steps(*refs[:4]), refs[4:]
         step, k = pl.program_id(1), pl.program_id(2)
         group = steps.group[step]
-
-        @pl.when(k == 0)
-        def _() -> None:
-            total_ref[...] = jnp.zeros_like(total_ref)
+        clear(k == 0, total_ref)
 
         @pl.when((group > 0) & (group <= groups) & (steps.end[step] > steps.start[step]))
         def _() -> None:
-            left, right = lhs_ref[...], rhs_ref[...]
-            if depth % block_k:  # what a block holds beyond its array is undefined
-                there = depth - k * block_k
-                left = _below(there, left, axis=1)
-                right = _below(there, right, axis=call.summed[1])
+            left = keep_inside(lhs_ref[...], 1, k, depth)
+            right = keep_inside(rhs_ref[...], call.summed[1], k, depth)
             total_ref[...] += dot(left, right, call.summed, precision=call.precision)
 
         @pl.when(k == depth_blocks - 1)
@@ -145,16 +139,13 @@ def matrix_gradients(
         steps, (left_ref, right_ref, out_ref, total_ref) = Steps(*refs[:4]), refs[4:]
         step = pl.program_id(2)
         group = steps.group[step]
-
-        @pl.when((step == 0) | (group != steps.group[jnp.maximum(step - 1, 0)]))
-        def _() -> None:
-            total_ref[...] = jnp.zeros_like(total_ref)
+        clear((step == 0) | (group != steps.group[jnp.maximum(step - 1, 0)]), total_ref)
 
         @pl.when(steps.end[step] > steps.start[step])
         def _() -> None:
             # Both sides are zeroed: rows that are not this group's may hold an infinity.
-            left = _keep(_rows_of_step(steps, step, block_m, block_k), left_ref[...])
-            right = _keep(_rows_of_step(steps, step, block_m, block_n), right_ref[...])
+            left = keep(_rows_of_step(steps, step, block_m, block_k), left_ref[...])
+            right = keep(_rows_of_step(steps, step, block_m, block_n), right_ref[...])
             total_ref[...] += dot(left, right, (0, 0), precision=call.precision)
 
         @pl.when((step == last) | (group != steps.group[jnp.minimum(step + 1, last)]))
@@ -192,41 +183,12 @@ def _rows_of_step(steps: Steps, step: Any, block_m: int, width: int) -> jax.Arra
     return (row >= steps.start[step]) & (row < steps.end[step])
 
 
-def _below(limit: Any, x: jax.Array, axis: int) -> jax.Array:
-    return _keep(lax.broadcasted_iota(jnp.int32, x.shape, axis) < limit, x)
-
-
-def _keep(mask: jax.Array, x: jax.Array) -> jax.Array:
-    # Masks have the layout of 32-bit arrays; older TPUs cannot select narrower ones with them.
-    return jnp.where(mask, x.astype(jnp.float32), 0.0).astype(x.dtype)
-
-
-def _heuristic(inv: Invocation[Any, Any]) -> GroupedMatmulTpuConfig:
-    """Not measured: what fits twice into 16 MiB of vector memory, and rows as groups have."""
-    wide = inv.args[0].dtype.itemsize > 2
-    block_m = rows_for(inv, smallest=128, largest=256 if wide else 512)
-    blocks = GroupedMatmulTpuBlocks(block_m, 512 if wide else 1024, 512)
-    return GroupedMatmulTpuConfig(blocks, blocks, GroupedMatmulTpuBlocks(block_m, 512, 512))
-
-
-def _space(inv: Invocation[Any, Any]) -> list[GroupedMatmulTpuConfig]:
-    sides = ((256, 256), (512, 512), (1024, 512), (512, 1024), (1024, 1024))
-    blocks = [GroupedMatmulTpuBlocks(m, n, k) for m in (128, 256, 512) for n, k in sides]
-    return one_at_a_time(_heuristic(inv), blocks)
-
-
-forward, forward_with_residuals, backward = passes_of(times_matrices, matrix_gradients, narrow=True)
-
-PALLAS_TPU: Implementation[GroupedMatmulTpuConfig, jax.Array] = Implementation(
+PALLAS_TPU = implementation(
+    times_matrices,
+    matrix_gradients,
+    narrow=True,
     name="pallas",
     devices=("tpu",),
     config=GroupedMatmulTpuConfig,
-    heuristic=_heuristic,
-    space=_space,
     supports=Supports(dtypes=("float32", "bfloat16"), rules=(no_float64_result,)),
-    limits=Limits(for_all_products(dict.fromkeys(BLOCKS, LANES))),
-    forward=forward,
-    forward_with_residuals=forward_with_residuals,
-    backward=backward,
-    reads_out=False,
 )

@@ -22,22 +22,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.ops import Implementation, Invocation, Limits
+from ejkernel.ops import Invocation
 from ejkernel.ops.core.varying import vary_alike
 
 from ..dot import dot
 from ..dtypes import accumulation_dtype
 from ..limits import COUNT
+from ..sizes import next_power_of_two
 from ..slicing import put_in_dim, take_in_dim
 from .arguments import Arguments
 from .groups import Spans, rows_of_groups
-from .products import one_at_a_time, passes_of, power_of_two_from
+from .products import implementation, one_at_a_time
 
 # A product with fewer rows than this takes as long as one with this many.
 SMALLEST_BLOCK = 8
@@ -59,9 +60,30 @@ class GroupedMatmulXlaConfig:
       drhs_block_m: of the gradient of `rhs`, which is a sum over rows.
     """
 
-    block_m: int = 256
-    dlhs_block_m: int = 256
-    drhs_block_m: int = 1024
+    block_m: Annotated[int, COUNT] = 256
+    dlhs_block_m: Annotated[int, COUNT] = 256
+    drhs_block_m: Annotated[int, COUNT] = 1024
+
+    @classmethod
+    def heuristic(cls, inv: Invocation[Any, Any]) -> Self:
+        """Measured on two Zen 3 cores.
+
+        XLA's CPU backend divides a product among its threads if the result is large enough, and
+        larger blocks leave the caches; but the sum over rows of the gradient of `rhs` reads and
+        writes a whole matrix for each block, so its blocks are long. Shorter groups get shorter
+        blocks by themselves.
+        """
+        sides = (
+            inv.args[1].shape[1:] if inv.kwargs.get("transpose_rhs") else inv.args[1].shape[:0:-1]
+        )
+        return cls(
+            *(min(1024, max(256, next_power_of_two(-(-THREADED_RESULT // n)))) for n in sides)
+        )
+
+    @classmethod
+    def space(cls, inv: Invocation[Any, Any]) -> list[Self]:
+        sizes = (64, 128, 256, 512, 1024, 2048)
+        return one_at_a_time(cls.heuristic(inv), [s for s in sizes if s < 2 * inv.args[0].shape[0]])
 
 
 def times_matrices(call: Arguments, block_m: int) -> jax.Array:
@@ -134,13 +156,11 @@ def matrix_gradients(call: Arguments, dout: jax.Array, block_m: int) -> jax.Arra
             total = take_in_dim(out, group, 1)[0] + of_block(size, first)
             return put_in_dim(out, total[None], group)
 
-        def add_beside(size: int, first: jax.Array, total: jax.Array) -> jax.Array:
-            return total + of_block(size, first)
-
         over_blocks = partial(_over_blocks, start, end, _block_sizes(block_m, rows))
         if dtype == wide:
             return over_blocks(add_in_place, out)
-        total = over_blocks(add_beside, jnp.zeros_like(out[0], wide))
+        zeros = jnp.zeros_like(out[0], wide)
+        total = over_blocks(lambda size, first, total: total + of_block(size, first), zeros)
         return put_in_dim(out, total.astype(dtype)[None], group)
 
     zeros = vary_alike(jnp.zeros(call.rhs.shape, dtype), lefts, rights, spans)
@@ -226,8 +246,8 @@ def _block_sizes(block_m: int, rows: int) -> list[int]:
     """
     if rows <= SMALLEST_BLOCK:
         return [rows]
-    sizes = [block_m if block_m < rows else power_of_two_from(rows) // 2]
-    while (smaller := power_of_two_from(sizes[-1]) // 2) >= SMALLEST_BLOCK:
+    sizes = [block_m if block_m < rows else next_power_of_two(rows) // 2]
+    while (smaller := next_power_of_two(sizes[-1]) // 2) >= SMALLEST_BLOCK:
         sizes.append(smaller)
     return sizes
 
@@ -236,40 +256,6 @@ def _wide(x: jax.Array) -> jax.Array:
     return x.astype(accumulation_dtype(x.dtype))
 
 
-def _heuristic(inv: Invocation[Any, Any]) -> GroupedMatmulXlaConfig:
-    """Measured on two Zen 3 cores.
-
-    XLA's CPU backend divides a product among its threads if the result is large enough, and larger
-    blocks leave the caches; but the sum over rows of the gradient of `rhs` reads and writes a whole
-    matrix for each block, so its blocks are long. Shorter groups get shorter blocks by themselves.
-    """
-    depth, columns = inv.args[1].shape[1:]
-    if inv.kwargs.get("transpose_rhs"):
-        depth, columns = columns, depth
-    return GroupedMatmulXlaConfig(_threaded_rows(columns), _threaded_rows(depth))
-
-
-def _threaded_rows(columns: int) -> int:
-    return min(1024, max(256, power_of_two_from(-(-THREADED_RESULT // columns))))
-
-
-def _space(inv: Invocation[Any, Any]) -> list[GroupedMatmulXlaConfig]:
-    sizes = (64, 128, 256, 512, 1024, 2048)
-    return one_at_a_time(_heuristic(inv), [s for s in sizes if s < 2 * inv.args[0].shape[0]])
-
-
-forward, forward_with_residuals, backward = passes_of(
-    times_matrices, matrix_gradients, narrow=False
-)
-
-XLA: Implementation[GroupedMatmulXlaConfig, jax.Array] = Implementation(
-    name="xla",
-    config=GroupedMatmulXlaConfig,
-    heuristic=_heuristic,
-    space=_space,
-    limits=Limits(dict.fromkeys(("block_m", "dlhs_block_m", "drhs_block_m"), COUNT)),
-    forward=forward,
-    forward_with_residuals=forward_with_residuals,
-    backward=backward,
-    reads_out=False,
+XLA = implementation(
+    times_matrices, matrix_gradients, narrow=False, name="xla", config=GroupedMatmulXlaConfig
 )

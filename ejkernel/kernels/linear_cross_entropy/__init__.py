@@ -1,21 +1,12 @@
 """The loss of a language model's last layer without its logits in memory."""
 
-from .kernel import LinearCrossEntropy
-from .pallas_gpu import LinearCrossEntropyGpuConfig
-from .pallas_tpu import LinearCrossEntropyTpuConfig
-from .reference import linear_cross_entropy_reference
-from .xla import LinearCrossEntropyXlaConfig
+from .kernel import LinearCrossEntropy as LinearCrossEntropy
+from .pallas_gpu import LinearCrossEntropyGpuConfig as LinearCrossEntropyGpuConfig
+from .pallas_tpu import LinearCrossEntropyTpuConfig as LinearCrossEntropyTpuConfig
+from .reference import linear_cross_entropy_reference as linear_cross_entropy_reference
+from .xla import LinearCrossEntropyXlaConfig as LinearCrossEntropyXlaConfig
 
 LinearCrossEntropyConfig = (
     LinearCrossEntropyXlaConfig | LinearCrossEntropyTpuConfig | LinearCrossEntropyGpuConfig
 )
 """A config of any implementation; its class says of which."""
-
-__all__ = [
-    "LinearCrossEntropy",
-    "LinearCrossEntropyConfig",
-    "LinearCrossEntropyGpuConfig",
-    "LinearCrossEntropyTpuConfig",
-    "LinearCrossEntropyXlaConfig",
-    "linear_cross_entropy_reference",
-]

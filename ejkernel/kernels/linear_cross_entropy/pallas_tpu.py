@@ -1,6 +1,6 @@
 """The loss on TPU: blocks of logits that never leave the chip.
 
-**Forward.** Rows in the outer, vocabulary in the inner dimension of the grid: every row keeps the
+**Forward.** Rows in the outer, vocabulary in the inner dimension of the grid: every row holds the
 largest logit so far and the sum of exponentials relative to it, as in flash attention, and the part
 of the loss that is linear in the logits.
 
@@ -15,17 +15,20 @@ come out ahead up to about 4096 features and level beyond.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+import itertools
+from typing import Annotated, Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ejkernel.ops import Implementation, Invocation, Limits, Supports
+from ejkernel.ops import Invocation, Supports
 
 from ..dot import dot
+from ..implementations import implementation_of
 from ..limits import LANES, SUBLANES
+from ..tpu_blocks import clear
 from .arguments import Arguments, Sizes, same_dtype
 
 # Finite, because -inf - -inf is NaN; its exponential is exactly zero all the same.
@@ -43,10 +46,29 @@ class LinearCrossEntropyTpuConfig:
       backward_block_n: words, in both kernels of the backward pass.
     """
 
-    block_m: int = 256
-    block_n: int = 512
-    backward_block_m: int = 256
-    backward_block_n: int = 256
+    block_m: Annotated[int, SUBLANES] = 256
+    block_n: Annotated[int, LANES] = 512
+    backward_block_m: Annotated[int, SUBLANES] = 256
+    backward_block_n: Annotated[int, LANES] = 256
+
+    @classmethod
+    def heuristic(cls, inv: Invocation[Any, Any]) -> Self:
+        sizes = Sizes.of(inv)
+        return cls(*_blocks(sizes, backward=False), *_blocks(sizes, backward=True))
+
+    @classmethod
+    def space(cls, inv: Invocation[Any, Any]) -> list[Self]:
+        sizes, base = Sizes.of(inv), cls.heuristic(inv)
+        configs = []
+        for rows, words in itertools.product((128, 256, 512, 1024), (256, 512, 1024)):
+            if rows * words * sizes.features > 2**29:
+                continue  # it would compile for minutes
+            if fits(rows, words, sizes, backward=False):
+                configs.append(dataclasses.replace(base, block_m=rows, block_n=words))
+            if fits(rows, words, sizes, backward=True):
+                backward = {"backward_block_m": rows, "backward_block_n": words}
+                configs.append(dataclasses.replace(base, **backward))
+        return configs
 
 
 def losses(
@@ -55,7 +77,6 @@ def losses(
     """The loss of every row (0 where ignored), and its log-sum-exp."""
     from jax.experimental import pallas as pl
 
-    options = call.options
     grid = _Grid(call, cfg.block_m, cfg.block_n)
     inputs = grid.inputs()
 
@@ -77,9 +98,9 @@ def losses(
         new = jnp.sum(jnp.exp(masked - largest), axis=1, keepdims=True)
         total_ref[...] = total_ref[...] * jnp.exp(before - largest) + new
         largest_ref[...] = largest
-        share = jnp.where(block.is_label(), 1.0 - options.label_smoothing, 0.0)
-        if options.label_smoothing:
-            share = share + options.label_smoothing / call.words
+        share = jnp.where(block.is_label(), 1.0 - call.label_smoothing, 0.0)
+        if call.label_smoothing:
+            share = share + call.label_smoothing / call.words
         contributions = block.masked(share * logits, 0.0)
         linear_ref[...] += jnp.sum(contributions, axis=1, keepdims=True)
 
@@ -99,9 +120,9 @@ def losses(
     )
     rows, labels = call.hidden.shape[0], call.labels
     lse, linear = lse[:rows, 0], linear[:rows, 0]
-    loss = lse - linear + (options.z_loss * lse * lse if options.z_loss else 0.0)
+    loss = lse - linear + (call.z_loss * lse * lse if call.z_loss else 0.0)
     loss = jnp.where((labels >= 0) & (labels < call.words), loss, jnp.nan)
-    return jnp.where(labels == options.ignore_index, 0.0, loss), lse
+    return jnp.where(labels == call.ignore_index, 0.0, loss), lse
 
 
 def gradients(
@@ -128,7 +149,7 @@ def gradients(
         *given, out_ref, sum_ref = refs
         step = pl.program_id(1)
         block = _Block(grid, dict(zip(inputs, given, strict=True)), step)
-        _start(sum_ref, step)
+        clear(step == 0, sum_ref)
         gradient = block.gradient().astype(weight.dtype)
         # Beyond the vocabulary the weights are anything, and zero times anything may be NaN.
         words = block.masked(block.weight, 0, axis=call.words_axis)
@@ -150,8 +171,7 @@ def gradients(
         block = _Block(grid, dict(zip(inputs, refs, strict=False)), pl.program_id(0))
         outputs = refs[len(inputs) :]
         sums = outputs[len(outputs) // 2 :]
-        for sum_ref in sums:
-            _start(sum_ref, step)
+        clear(step == 0, *sums)
         gradient = block.gradient()
         narrow = gradient.astype(hidden.dtype)
         left, right = (block.hidden, narrow) if call.words_axis else (narrow, block.hidden)
@@ -190,7 +210,7 @@ class _Grid:
         self.word_blocks = -(-call.words // self.block_n)
         self.padded_rows = self.row_blocks * self.block_m
         weight_block = (self.block_n, features)
-        self.weight_block = weight_block if call.options.vocab_first else weight_block[::-1]
+        self.weight_block = weight_block if call.vocab_first else weight_block[::-1]
 
     def column(self, values: jax.Array, fill: int = 0) -> jax.Array:
         """One number per row, as a matrix of one column, padded to whole blocks."""
@@ -204,7 +224,7 @@ class _Grid:
         given = {
             "hidden": jnp.pad(call.hidden, ((0, missing), (0, 0))) if missing else call.hidden,
             "weight": call.weight,
-            "rows_labels": self.column(labels, call.options.ignore_index),
+            "rows_labels": self.column(labels, call.ignore_index),
         }
         return given if call.bias is None else given | {"bias": call.bias[None, :]}
 
@@ -227,7 +247,7 @@ class _Grid:
                 row, word = (outer, inside) if inner == "words" else (inside, outer)
                 if key not in ("weight", "bias"):
                     return row, 0
-                first = key == "weight" and self.arguments.options.vocab_first
+                first = key == "weight" and self.arguments.vocab_first
                 return (word, 0) if first else (0, word)
 
             shapes = {
@@ -265,7 +285,7 @@ class _Block:
     def logits(self) -> jax.Array:
         products = dot(self.hidden, self.weight, (1, 1 - self.arguments.words_axis))
         bias = self.refs["bias"][...] if "bias" in self.refs else None
-        return self.arguments.options.logits(products, bias)
+        return self.arguments.logits(products, bias)
 
     def words(self, shape: tuple[int, ...], axis: int) -> jax.Array:
         found: jax.Array = lax.broadcasted_iota(jnp.int32, shape, axis) + self.first_word
@@ -285,23 +305,14 @@ class _Block:
     def gradient(self) -> jax.Array:
         """Gradient of the products, 0 beyond the vocabulary."""
         logits, lse = self.logits(), self.refs["rows_lse"][...]
-        found = self.arguments.options.product_gradients(
+        found = self.arguments.product_gradients(
             logits,
             jnp.exp(logits - lse),
             lse,
             self.is_label(),
             self.refs["rows_factors"][...],
-            self.arguments.words,
         )
         return self.masked(found, 0.0)
-
-
-def _start(sum_ref: Any, step: Any) -> None:
-    from jax.experimental import pallas as pl
-
-    @pl.when(step == 0)
-    def _() -> None:
-        sum_ref[...] = jnp.zeros_like(sum_ref)
 
 
 def _finish(out_ref: Any, sum_ref: Any, step: Any, steps: int) -> None:
@@ -312,44 +323,29 @@ def _finish(out_ref: Any, sum_ref: Any, step: Any, steps: int) -> None:
         out_ref[...] = sum_ref[...].astype(out_ref.dtype)
 
 
-def forward_with_residuals(
-    *args: jax.Array, cfg: LinearCrossEntropyTpuConfig, **options: Any
-) -> tuple[jax.Array, jax.Array]:
+def run(call: Arguments, cfg: LinearCrossEntropyTpuConfig, save: bool) -> tuple[jax.Array, Any]:
     """The loss, and the log-sum-exp of every row."""
-    call = Arguments.of(*args, **options)
     found, lse = losses(call, cfg)
     return call.reduced(found), lse
 
 
-def forward(*args: jax.Array, cfg: LinearCrossEntropyTpuConfig, **options: Any) -> jax.Array:
-    """The loss alone."""
-    return forward_with_residuals(*args, cfg=cfg, **options)[0]
-
-
 def backward(
-    lse: jax.Array,
-    out: None,
-    dout: jax.Array,
-    *args: jax.Array,
-    cfg: LinearCrossEntropyTpuConfig,
-    **options: Any,
+    call: Arguments, cfg: LinearCrossEntropyTpuConfig, lse: jax.Array, dout: jax.Array
 ) -> tuple[Any, ...]:
     """The gradients, from logits that are computed again."""
-    call = Arguments.of(*args, **options)
     return call.gradients(*gradients(call, lse, call.row_gradients(dout), cfg))
 
 
 def fits(rows: int, words: int, sizes: Sizes, *, backward: bool) -> bool:
-    """Whether a block fits into VMEM, with an eighth left for what the compiler needs."""
-    return _block_bytes(rows, words, sizes, backward=backward) <= _vmem_limit() * 7 // 8
+    """Whether a block fits into VMEM, with an eighth left for what the compiler needs.
 
-
-def _block_bytes(rows: int, words: int, sizes: Sizes, *, backward: bool) -> int:
-    """About the VMEM that a block needs: inputs twice, sums, the logits and what comes of them."""
+    It needs about: inputs twice, sums, the logits and what comes of them.
+    """
     inputs = 2 * sizes.itemsize * sizes.features * (rows + words)
     logits = (4 if backward else 3) * 4 * rows * words
     largest = max(rows, words) * sizes.features
-    return inputs + logits + (largest * (4 + 2 * sizes.itemsize) if backward else 0)
+    sums = largest * (4 + 2 * sizes.itemsize) if backward else 0
+    return inputs + logits + sums <= _vmem_limit() * 7 // 8
 
 
 def _vmem_limit() -> int:
@@ -386,49 +382,16 @@ def _blocks(sizes: Sizes, *, backward: bool) -> tuple[int, int]:
     return min(rows, -(-sizes.rows // 8) * 8), min(words, -(-sizes.vocab // 128) * 128)
 
 
-def _heuristic(inv: Invocation[Any, Any]) -> LinearCrossEntropyTpuConfig:
-    sizes = Sizes.of(inv)
-    return LinearCrossEntropyTpuConfig(
-        *_blocks(sizes, backward=False), *_blocks(sizes, backward=True)
-    )
-
-
-def _space(inv: Invocation[Any, Any]) -> list[LinearCrossEntropyTpuConfig]:
-    sizes, base = Sizes.of(inv), _heuristic(inv)
-    found = []
-    for rows in (128, 256, 512, 1024):
-        for words in (256, 512, 1024):
-            if rows * words * sizes.features > 2**29:
-                continue  # it would compile for minutes
-            if fits(rows, words, sizes, backward=False):
-                found.append(dataclasses.replace(base, block_m=rows, block_n=words))
-            if fits(rows, words, sizes, backward=True):
-                backward = {"backward_block_m": rows, "backward_block_n": words}
-                found.append(dataclasses.replace(base, **backward))
-    return found
-
-
-PALLAS_TPU: Implementation[LinearCrossEntropyTpuConfig, jax.Array] = Implementation(
+PALLAS_TPU = implementation_of(
+    Arguments.of,
+    run,
+    backward,
     name="pallas",
     devices=("tpu",),
     config=LinearCrossEntropyTpuConfig,
-    heuristic=_heuristic,
-    space=_space,
     supports=Supports(
         dtypes=("float32", "bfloat16"),
         without=("vocab_axes",),
         rules=(same_dtype, _features_fit),
     ),
-    limits=Limits(
-        {
-            "block_m": SUBLANES,
-            "block_n": LANES,
-            "backward_block_m": SUBLANES,
-            "backward_block_n": LANES,
-        }
-    ),
-    forward=forward,
-    forward_with_residuals=forward_with_residuals,
-    backward=backward,
-    reads_out=False,
 )

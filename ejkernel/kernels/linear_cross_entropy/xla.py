@@ -11,7 +11,7 @@ backward pass: three large products in all, as many as the plain loss needs with
 memory. This takes the gradient of each row's loss beforehand, which is known when rows are summed
 or averaged: up to one factor, that is applied in the end.
 
-``dW`` is too large to be added to as a whole (the product would exist beside it), so it is updated
+``dW`` is too large to be added to as a whole (the product would exist next to it), so it is updated
 for some words at a time.
 """
 
@@ -19,21 +19,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ejkernel.ops import Implementation, Invocation, Limits, device_kind
+from ejkernel.ops import Invocation, device_kind
 
 from ..dot import dot
 from ..dtypes import accumulation_dtype
+from ..implementations import implementation_of
 from ..limits import COUNT
 from ..row_blocks import in_row_blocks
 from ..slicing import put_in_dim, take_in_dim
 from .arguments import Arguments, Sizes
-from .options import LossOptions
 
 Gradients = tuple[jax.Array, jax.Array, jax.Array | None]
 """Of `hidden`, `weight` and `bias`, where there is one."""
@@ -49,49 +49,54 @@ class LinearCrossEntropyXlaConfig:
       backward_block_n: words whose part of the gradient of `weight` is updated at a time.
     """
 
-    block_m: int = 256
-    backward_block_m: int = 256
-    backward_block_n: int = 8192
+    block_m: Annotated[int, COUNT] = 256
+    backward_block_m: Annotated[int, COUNT] = 256
+    backward_block_n: Annotated[int, COUNT] = 8192
+
+    @classmethod
+    def heuristic(cls, inv: Invocation[Any, Any]) -> Self:
+        sizes = Sizes.of(inv)
+        return cls(loss_rows(sizes), *gradient_blocks(sizes))
+
+    @classmethod
+    def space(cls, inv: Invocation[Any, Any]) -> list[Self]:
+        # The passes do not share anything, so each is varied while the other stays as it is.
+        base, sizes = cls.heuristic(inv), Sizes.of(inv)
+        blocks = [rows for rows in (128, 256, 512, 1024) if rows < 2 * sizes.rows]
+        words = dict.fromkeys(min(words, sizes.vocab) for words in (1024, 8192, sizes.vocab))
+        return [
+            *(dataclasses.replace(base, block_m=rows) for rows in blocks),
+            *(cls(base.block_m, m, n) for m in blocks for n in words),
+        ]
 
 
-def forward(*args: jax.Array, cfg: LinearCrossEntropyXlaConfig, **options: Any) -> jax.Array:
-    """The loss alone."""
-    call = Arguments.of(*args, **options)
+def run(
+    call: Arguments, cfg: LinearCrossEntropyXlaConfig, save: bool
+) -> tuple[jax.Array, Gradients | None]:
+    """The loss, and with `save` the gradients of the sum of the rows' losses.
+
+    Without a reduction, the gradients of the rows' losses are not known yet: the logits have to be
+    computed again.
+    """
+    if save and call.reduction != "none":
+        losses, gradients = losses_and_gradients(call, call.sum_gradients(), cfg)
+        return call.reduced(losses), gradients
 
     def block(hidden: jax.Array, labels: jax.Array) -> tuple[jax.Array, None]:
-        unscaled = _unscaled_logits(hidden, call)
-        return _Softmax.of(unscaled, call.options).losses(labels, call.options), None
+        return _Softmax.of(_unscaled_logits(hidden, call), call).losses(labels, call), None
 
     rows, like = (call.hidden, call.labels), (call.weight, call.bias)
     losses, _ = in_row_blocks(block, rows, _even(cfg.block_m, call), like)
-    return call.reduced(losses)
-
-
-def forward_with_residuals(
-    *args: jax.Array, cfg: Any, **options: Any
-) -> tuple[jax.Array, Gradients | None]:
-    """The loss, and the gradients of the sum of the rows' losses."""
-    call = Arguments.of(*args, **options)
-    if call.reduction == "none":
-        # The gradients of the rows are not known yet: the logits have to be computed again.
-        return forward(*args, cfg=cfg, **options), None
-    losses, gradients = losses_and_gradients(call, call.sum_gradients(), cfg)
-    return call.reduced(losses), gradients
+    return call.reduced(losses), None
 
 
 def backward(
-    gradients: Gradients | None,
-    out: None,
-    dout: jax.Array,
-    *args: jax.Array,
-    cfg: Any,
-    **options: Any,
+    call: Arguments, cfg: Any, gradients: Gradients | None, dout: jax.Array
 ) -> tuple[Any, ...]:
     """The gradients, computed here or only multiplied with that of the result."""
-    call = Arguments.of(*args, **options)
     if gradients is None:
         return call.gradients(*losses_and_gradients(call, call.row_gradients(dout), cfg)[1])
-    # In float16 the gradient of a mean is so small that it would be rounded to zero; kept is that
+    # In float16 the gradient of a mean is so small that it would be rounded to zero; stored is that
     # of the sum.
     factor = dout * call.share()
     return call.gradients(
@@ -106,21 +111,19 @@ def losses_and_gradients(
 
     That of `hidden` has the dtype of `hidden`; the sums over rows are in the accumulation's.
     """
-    options, weight = call.options, call.weight
-    dtype = accumulation_dtype(call.hidden.dtype)
+    weight, dtype = call.weight, accumulation_dtype(call.hidden.dtype)
     factors = jnp.where(call.counts, factors.astype(dtype), 0.0)
 
     def block(hidden: jax.Array, labels: jax.Array, factors: jax.Array) -> tuple[Any, Any]:
         unscaled = _unscaled_logits(hidden, call)
-        softmax = _Softmax.of(unscaled, options)
-        word = lax.broadcasted_iota(jnp.int32, unscaled.shape, 1) + options.first_word(call.words)
-        gradient = options.product_gradients(
-            options.scaled(unscaled),
+        softmax = _Softmax.of(unscaled, call)
+        word = lax.broadcasted_iota(jnp.int32, unscaled.shape, 1) + call.first_word
+        gradient = call.product_gradients(
+            call.scaled(unscaled),
             softmax.exponentials * (1.0 / softmax.total),
             softmax.lse,
             word == labels[:, None],
             factors[:, None],
-            options.vocabulary(call.words),
         )
         # Products of a matrix in bfloat16 with one in float32 would be computed in float32.
         narrow = gradient.astype(weight.dtype)
@@ -128,7 +131,7 @@ def losses_and_gradients(
         dbias = None
         if call.bias is not None:
             dbias = jnp.dot(jnp.ones_like(factors), gradient, precision="highest")
-        return (softmax.losses(labels, options), dhidden), (hidden, narrow, dbias)
+        return (softmax.losses(labels, call), dhidden), (hidden, narrow, dbias)
 
     def add(sums: Any, parts: Any) -> Any:
         hidden, gradient, dbias = parts
@@ -158,39 +161,31 @@ class _Softmax(NamedTuple):
     lse: jax.Array  # (rows, 1)
 
     @staticmethod
-    def of(unscaled: jax.Array, options: LossOptions) -> _Softmax:
-        most, most_of_all = (jnp.max, lax.pmax) if options.factor > 0 else (jnp.min, lax.pmin)
+    def of(unscaled: jax.Array, call: Arguments) -> _Softmax:
+        most, most_of_all = (jnp.max, lax.pmax) if call.factor > 0 else (jnp.min, lax.pmin)
         best = most(unscaled, axis=-1, keepdims=True)
-        if options.vocab_axes:
-            best = most_of_all(best, options.vocab_axes)  # type: ignore[no-untyped-call]
-        exponentials = jnp.exp(options.scaled(unscaled - best))
-        total = options.over_vocabulary(jnp.sum(exponentials, axis=-1, keepdims=True))
-        lse = options.scaled(best) + jnp.log(total)
+        if call.vocab_axes:
+            best = most_of_all(best, call.vocab_axes)  # type: ignore[no-untyped-call]
+        exponentials = jnp.exp(call.scaled(unscaled - best))
+        total = call.over_vocabulary(jnp.sum(exponentials, axis=-1, keepdims=True))
+        lse = call.scaled(best) + jnp.log(total)
         return _Softmax(unscaled, best, exponentials, total, lse)
 
-    def losses(self, labels: jax.Array, options: LossOptions) -> jax.Array:
-        words = self.unscaled.shape[-1]
-        vocab = options.vocabulary(words)
-        known = (labels >= 0) & (labels < vocab)
-        place = labels - options.first_word(words)
-        here = known & (place >= 0) & (place < words)
+    def losses(self, labels: jax.Array, call: Arguments) -> jax.Array:
+        known = (labels >= 0) & (labels < call.vocabulary)
+        place = labels - call.first_word
+        here = known & (place >= 0) & (place < call.words)
         index = jnp.where(here, place, 0)[:, None]
-        picked = options.scaled(jnp.take_along_axis(self.unscaled, index, axis=-1) - self.best)
+        picked = call.scaled(jnp.take_along_axis(self.unscaled, index, axis=-1) - self.best)
         picked = picked[:, 0]
-        if options.vocab_axes:
-            picked = options.over_vocabulary(jnp.where(here, picked, 0.0))
+        if call.vocab_axes:
+            picked = call.over_vocabulary(jnp.where(here, picked, 0.0))
         total = picked
-        if options.label_smoothing:
-            below = options.scaled(self.unscaled - self.best)
-            total = options.over_vocabulary(jnp.sum(below, axis=-1))
-        found = options.loss(
-            jnp.log(self.total[:, 0]),
-            jnp.where(known, picked, jnp.nan),
-            total,
-            vocab,
-            self.lse[:, 0],
-        )
-        return jnp.where(labels == options.ignore_index, 0.0, found)
+        if call.label_smoothing:
+            total = call.over_vocabulary(jnp.sum(call.scaled(self.unscaled - self.best), axis=-1))
+        log_sum, lse = jnp.log(self.total[:, 0]), self.lse[:, 0]
+        found = call.loss(log_sum, jnp.where(known, picked, jnp.nan), total, lse)
+        return jnp.where(labels == call.ignore_index, 0.0, found)
 
 
 def _even(block_m: int, call: Arguments) -> int:
@@ -200,16 +195,15 @@ def _even(block_m: int, call: Arguments) -> int:
 
 
 def _unscaled_logits(hidden: jax.Array, call: Arguments) -> jax.Array:
-    dtype = accumulation_dtype(hidden.dtype)
-    products = dot(hidden, call.weight, (1, 1 - call.words_axis), dtype=dtype)
-    return call.options.unscaled(products, None if call.bias is None else call.bias[None, :])
+    products = dot(hidden, call.weight, (1, 1 - call.words_axis))
+    return call.unscaled(products, None if call.bias is None else call.bias[None, :])
 
 
 def _weight_gradient(hidden: jax.Array, gradient: jax.Array, call: Arguments) -> jax.Array:
     """The gradient of the weights of the words that ``gradient`` has columns for."""
     dtype = accumulation_dtype(hidden.dtype)
     hidden = hidden.astype(gradient.dtype)
-    pair = (gradient, hidden) if call.options.vocab_first else (hidden, gradient)
+    pair = (gradient, hidden) if call.vocab_first else (hidden, gradient)
     return dot(*pair, (0, 0), dtype=dtype)
 
 
@@ -266,30 +260,4 @@ def gradient_blocks(sizes: Sizes) -> tuple[int, int]:
     return min(sizes.rows, rows), min(sizes.vocab, max(256, 2**20 // sizes.features))
 
 
-def _heuristic(inv: Invocation[Any, Any]) -> LinearCrossEntropyXlaConfig:
-    sizes = Sizes.of(inv)
-    return LinearCrossEntropyXlaConfig(loss_rows(sizes), *gradient_blocks(sizes))
-
-
-def _space(inv: Invocation[Any, Any]) -> list[LinearCrossEntropyXlaConfig]:
-    # The passes do not share anything, so each is varied while the other stays as it is.
-    base, sizes = _heuristic(inv), Sizes.of(inv)
-    blocks = [rows for rows in (128, 256, 512, 1024) if rows < 2 * sizes.rows]
-    words = dict.fromkeys(min(words, sizes.vocab) for words in (1024, 8192, sizes.vocab))
-    return [
-        *(dataclasses.replace(base, block_m=rows) for rows in blocks),
-        *(LinearCrossEntropyXlaConfig(base.block_m, m, n) for m in blocks for n in words),
-    ]
-
-
-XLA: Implementation[LinearCrossEntropyXlaConfig, jax.Array] = Implementation(
-    name="xla",
-    config=LinearCrossEntropyXlaConfig,
-    heuristic=_heuristic,
-    space=_space,
-    limits=Limits(dict.fromkeys(("block_m", "backward_block_m", "backward_block_n"), COUNT)),
-    forward=forward,
-    forward_with_residuals=forward_with_residuals,
-    backward=backward,
-    reads_out=False,
-)
+XLA = implementation_of(Arguments.of, run, backward, name="xla", config=LinearCrossEntropyXlaConfig)

@@ -308,12 +308,17 @@ class Limits:
 
 @functools.cache
 def declared_limits(config_type: type) -> Limits:
-    """What a config class says itself: `Annotated[int, Limit(...)]`, and its method `unfit`."""
-    extras = {
-        name: getattr(hint, "__metadata__", ())
-        for name, hint in field_types(config_type, include_extras=True).items()
-    }
-    fields = {n: m for n, found in extras.items() for m in found if isinstance(m, Limit)}
+    """What a config class says itself: `Annotated[int, Limit(...)]`, and its method `unfit`.
+
+    The fields of a dataclass inside it are declared there.
+    """
+    fields: dict[str, Limit] = {}
+    for name, hint in field_types(config_type, include_extras=True).items():
+        extras = getattr(hint, "__metadata__", ())
+        fields.update((name, extra) for extra in extras if isinstance(extra, Limit))
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            inner = declared_limits(hint).fields
+            fields |= {f"{name}.{path}": limit for path, limit in inner.items()}
     return Limits(fields, (_unfit,) if callable(getattr(config_type, "unfit", None)) else ())
 
 

@@ -413,3 +413,16 @@ def test_a_config_class_says_its_own_heuristic_limits_and_what_does_not_fit():
     ]:
         with pytest.raises(ValueError, match=words):
             kernel(x, cfg=cfg)
+
+
+@dataclasses.dataclass(frozen=True)
+class Nested:
+    inner: SelfDescribed = SelfDescribed()
+
+
+def test_a_config_inside_a_config_declares_its_own_limits():
+    item = Implementation(name="xla", config=Nested, forward=lambda x, *, cfg: x)
+    assert item.limits.fields == {"inner.rows": Limit(multiple_of=2)}
+    assert item.limits.reasons_against_any(Nested(SelfDescribed(3))) == [
+        "inner.rows=3 must be a multiple of 2"
+    ]
