@@ -67,7 +67,7 @@ def flash_attention(
       sequence_axis: inside `jax.shard_map`, the mesh axis over which the sequence is shared out, in
         order and in equal parts: ring attention. Positions are those of the whole sequence, lengths
         too; `bias` and `mask` have the local queries and all keys.
-      implementation: demand one (`"cpu"`, `"xla"`, `"pallas"`, `"triton"`); by default the best
+      implementation: request one (`"cpu"`, `"xla"`, `"pallas"`, `"triton"`); by default the best
         that supports the call.
       cfg: a config of one implementation, which then runs; by default the tuned one of the store,
         else a heuristic.
@@ -84,25 +84,6 @@ def flash_attention(
     >>> lse.shape
     (2, 4, 100)
     """
-    arrays, options = checked(
-        q,
-        k,
-        v,
-        causal=causal,
-        softmax_scale=softmax_scale,
-        bias=bias,
-        mask=mask,
-        segment_ids=segment_ids,
-        kv_segment_ids=kv_segment_ids,
-        window=window,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-        q_lengths=q_lengths,
-        kv_lengths=kv_lengths,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        return_lse=return_lse,
-        sequence_axis=sequence_axis,
-    )
+    arrays, options = checked(q, k, v, given=locals())
     options |= given_options("flash_attention", implementation, cfg)
     return _kernel(*arrays, **options)

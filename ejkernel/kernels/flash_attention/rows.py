@@ -58,23 +58,30 @@ def _as_logits(sinks: jax.Array, like: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(lax.convert_element_type(sinks, like.dtype), like.shape, (1,))
 
 
+def apart(shift: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Shift and `delta` of rows such that those who see what is not finite have NaN.
+
+    Whoever does has a log-sum-exp or a `delta` that is not finite. So it is enough to let such rows
+    have NaN for their shift, as long as hidden scores weigh nothing all the same.
+    """
+    bad = lax.bitwise_not(lax.bitwise_and(lax.is_finite(shift), lax.is_finite(delta)))
+    shift = lax.select(bad, lax.full_like(shift, jnp.nan), shift)
+    return shift, lax.select(bad, lax.full_like(delta, 0), delta)
+
+
 def with_shares(
     rows: Rows, dout: jax.Array, options: Options
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The shifts of the rows, and `delta` and `dout` multiplied by the shares.
 
-    Whoever sees something that is not finite has a log-sum-exp or a `delta` that is not. So it is
-    enough to let such rows have NaN for their shift, as long as hidden scores weigh nothing all the
-    same. `dout` is finite then.
+    Where anything may be hidden, rows are `apart` and `dout` is finite.
     """
     shift, share, delta = rows
     delta = lax.mul(delta, share)
     dout = lax.convert_element_type(dout, share.dtype)
     dout = lax.mul(dout, lax.broadcast_in_dim(share, dout.shape, (0, 2, 1)))
     if may_hide(options):
-        bad = lax.bitwise_not(lax.bitwise_and(lax.is_finite(shift), lax.is_finite(delta)))
-        shift = lax.select(bad, lax.full_like(shift, jnp.nan), shift)
-        delta = lax.select(bad, lax.full_like(delta, 0), delta)
+        shift, delta = apart(shift, delta)
         dout = zero_if_not_finite(dout)
     return shift, delta, dout
 
@@ -100,6 +107,12 @@ class Statistics(NamedTuple):
     largest: jax.Array
     total: jax.Array
     weighted: jax.Array
+
+    @staticmethod
+    def before(zeros: jax.Array, weighted: jax.Array | None = None) -> Statistics:
+        """Those of rows that have met no key; `weighted` are zeros of another shape, if any."""
+        lowest = lax.full_like(zeros, -float("inf"))
+        return Statistics(lowest, zeros, zeros if weighted is None else weighted)
 
 
 def exact_rows(

@@ -28,19 +28,13 @@ def forward(
     block_q: int,
     block_k: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention, and the logarithm of its softmax denominators.
+    """Attention, and the logarithm of its softmax denominators: arrays as in `xla.forward`.
 
     Args:
-      q: queries, `(batch, q_len, q_heads, head_dim)`, of a dtype in `DTYPES`.
-      k: keys, `(batch, k_len, kv_heads, head_dim)`; `kv_heads` divides `q_heads`.
-      v: values, `(batch, k_len, kv_heads, value_dim)`.
+      q, k, v: arrays of any floating type; of others than `DTYPES` as float32.
       options: the keywords of the call, without dropout.
       block_q: rows (queries times the query heads of a key head) that are worked on together.
       block_k: most keys in a tile; rounded to what the machine's registers hold.
-
-    Returns:
-      `out`, `(batch, q_len, q_heads, value_dim)` in the dtype of `q`, and `lse`, float32,
-      `(batch, q_heads, q_len)`, minus infinity where nothing is seen.
     """
     dtype = q.dtype
     q, k, v = _of_one_dtype(q, k, v)

@@ -24,7 +24,7 @@ def to_rows(x: jax.Array, group: int) -> jax.Array:
     """`(batch, length, heads, d)` to `(batch, heads / group, length * group, d)`.
 
     The query heads that share a key head become extra rows, so keys are never repeated: row `r` is
-    query `r // group` of the `r % group`-th of those heads.
+    query `r // group` of the `r % group`-th of those heads. It is its own inverse: `from_rows`.
     """
     batch, length, heads, features = x.shape
     if group == 1:
@@ -34,14 +34,7 @@ def to_rows(x: jax.Array, group: int) -> jax.Array:
     return lax.reshape(x, (batch, heads // group, length * group, features))
 
 
-def from_rows(x: jax.Array, group: int) -> jax.Array:
-    """The inverse of `to_rows`."""
-    batch, kv_heads, rows, features = x.shape
-    if group == 1:
-        return lax.transpose(x, (0, 2, 1, 3))
-    x = lax.reshape(x, (batch, kv_heads, rows // group, group, features))
-    x = lax.transpose(x, (0, 2, 1, 3, 4))
-    return lax.reshape(x, (batch, rows // group, kv_heads * group, features))
+from_rows = to_rows
 
 
 def as_row(x: jax.Array, group: int) -> jax.Array:

@@ -46,18 +46,12 @@ def ring_forward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    *,
-    sequence_axis: str,
-    block_q: int,
-    block_k: int,
-    block_heads: int | None = None,
-    **keywords: Any,
+    options: Options,
+    **blocks: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """As `forward`, with the sequence shared out over `sequence_axis`."""
-    options = Options(**keywords)
-    ring = _Ring.of(sequence_axis)
+    ring = _Ring.of(options.sequence_axis)
     dtype = accumulation_dtype(q.dtype)
-    blocks: dict[str, Any] = {"block_q": block_q, "block_k": block_k, "block_heads": block_heads}
 
     def step(t: Any, state: Any) -> Any:
         share, met = state
@@ -68,7 +62,8 @@ def ring_forward(
         return ring.passed_on(share), _joined(met, here)
 
     share = _Share(k, v, options.kv_segment_ids)
-    start = _nothing_met(q, filled(q, v.shape[-1], 0.0, dtype))
+    one = lax.transpose(lax.squeeze(filled(q, 1, 0.0, dtype), (3,)), (0, 2, 1))
+    start = Statistics.before(one, filled(q, v.shape[-1], 0.0, dtype))
     _, met = loop(0, ring.size, step, (share, start))
     empty = jnp.isneginf(met.largest)
     if options.sinks is not None:
@@ -82,31 +77,22 @@ def ring_forward(
 
 @usual_promotion
 def ring_backward(
-    results: Results,
-    *,
-    sequence_axis: str,
-    block_q: int,
-    block_k: int,
-    block_heads: int | None = None,
-    differentiate_bias: bool = True,
-    **keywords: Any,
+    results: Results, options: Options, *, differentiate_bias: bool = True, **blocks: Any
 ) -> Gradients:
     """As `backward`, with the sequence shared out over `sequence_axis`."""
     q, k, v, out, lse, dout, dlse = results
-    options = Options(**keywords)
-    ring = _Ring.of(sequence_axis)
-    blocks: dict[str, Any] = {"block_q": block_q, "block_k": block_k, "block_heads": block_heads}
+    ring = _Ring.of(options.sequence_axis)
     rows = softmax_statistics(out, lse, dout, dlse)
 
     def collect(t: Any, state: Any) -> Any:
         share, met = state
         own = ring.options(options, share, ring.owner(t), q.shape[1], k.shape[1])
-        here = statistics(q, share.k, share.v, rows, dout, options=own, **blocks)
+        here = statistics(q, share.k, share.v, rows, dout, own, **blocks)
         return ring.passed_on(share), _joined(met, here)
 
     share = _Share(k, v, options.kv_segment_ids)
     steps = ring.size * ring.largest(jnp.any(is_large(rows.shift)).astype(jnp.int32))
-    start: Any = (share, _nothing_met(q, lax.full_like(rows.delta, 0)))
+    start: Any = (share, Statistics.before(lax.full_like(rows.delta, 0)))
     share, found = loop(0, steps, collect, start)
     rows = exact_rows(rows, found, options.sinks, dlse)
 
@@ -119,7 +105,7 @@ def ring_backward(
             share.v,
             rows,
             dout,
-            options=ring.options(options, share, owner, q.shape[1], k.shape[1]),
+            ring.options(options, share, owner, q.shape[1], k.shape[1]),
             **blocks,
             differentiate_bias=differentiate_bias,
             dtype=lse.dtype,
@@ -154,7 +140,8 @@ class _Ring(NamedTuple):
     here: jax.Array
 
     @staticmethod
-    def of(axis: str) -> _Ring:
+    def of(axis: str | None) -> _Ring:
+        assert axis is not None
         return _Ring(axis, lax.axis_size(axis), lax.axis_index(axis))
 
     def owner(self, step: jax.Array) -> jax.Array:
@@ -188,15 +175,6 @@ class _Ring(NamedTuple):
             first_query=self.here * q_len,
             first_key=owner * k_len,
         )
-
-
-def _nothing_met(q: jax.Array, weighted: jax.Array) -> Statistics:
-    """The statistics of queries before they met any keys."""
-    lowest, zeros = (
-        lax.transpose(lax.squeeze(filled(q, 1, x, weighted.dtype), (3,)), (0, 2, 1))
-        for x in (-jnp.inf, 0.0)
-    )
-    return Statistics(lowest, zeros, weighted)
 
 
 def _joined(one: Statistics, other: Statistics) -> Statistics:

@@ -1,8 +1,14 @@
-"""How the score matrix is cut into tiles, and which of them are needed."""
+"""Which tiles are needed, by positions and by data, and how those on the diagonal are cut.
+
+Half of a tile on the diagonal of a causal call is hidden. Small tiles waste less of it and are
+slow; a large tile whose queries meet the keys in strips, each strip only those up to its own last
+query, is fast and wastes little.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,47 +16,35 @@ import numpy as np
 
 from ..options import Options
 from ..scalars import Index, ceil_div, clamp, larger, minus, plus, quotient, smaller, times
+from ..tiles import Tiles, equal_blocks
 from .layout import counting, pad
 
+# A tile that is all there is has four strips: more are hardly faster, and take longer to trace and
+# to compile. Where there are several tiles, only large ones are worth it, and two are enough.
+_STRIPS_OF_ONE_TILE = 4
+_STRIPS_OF_SEVERAL = 2
+_LEAST_OF_ONE = 128  # queries; a tile that is not larger is not cut
+_LEAST_OF_SEVERAL = 511
 
-@dataclasses.dataclass(frozen=True)
-class Tiling:
-    """Equal blocks of queries and of keys.
+# Given one of these options, tiles are not cut: what a query sees does not simply end at itself, or
+# there is another array that would have to be cut as the scores are.
+UNCUT = (
+    *("bias", "mask", "segment_ids", "q_lengths", "kv_lengths"),
+    *("window", "dropout_key", "sequence_axis"),
+)
+
+
+def tiles_of(q: jax.Array, k: jax.Array, block_q: int, block_k: int) -> Tiles:
+    """The tiles of `(batch, length, heads, head_dim)` arrays, for equal blocks of at most a size.
 
     1000 queries in blocks of at most 512 become 500 and 500, not 512 and 488. Then fewer zeros are
     appended than there are blocks, and nothing if the length divides evenly.
     """
-
-    q_len: int
-    k_len: int
-    group: int  # query heads per key head
-    q_blocks: int
-    k_blocks: int
-
-    @staticmethod
-    def of(q: jax.Array, k: jax.Array, block_q: int, block_k: int) -> Tiling:
-        """The tiles of `(batch, length, heads, head_dim)` arrays, for blocks of at most a size."""
-        (_, q_len, q_heads, _), (_, k_len, kv_heads, _) = q.shape, k.shape
-        if q_heads % kv_heads:
-            raise ValueError(f"{q_heads} query heads cannot be shared out to {kv_heads} key heads")
-        q_blocks, k_blocks = max(1, ceil_div(q_len, block_q)), max(1, ceil_div(k_len, block_k))
-        return Tiling(q_len, k_len, q_heads // kv_heads, q_blocks, k_blocks)
-
-    @property
-    def block_q(self) -> int:
-        return max(1, ceil_div(self.q_len, self.q_blocks))
-
-    @property
-    def block_k(self) -> int:
-        return max(1, ceil_div(self.k_len, self.k_blocks))
-
-    @property
-    def padded_q_len(self) -> int:
-        return self.q_blocks * self.block_q
-
-    @property
-    def padded_k_len(self) -> int:
-        return self.k_blocks * self.block_k
+    (_, q_len, q_heads, _), (_, kv_len, kv_heads, _) = q.shape, k.shape
+    if q_heads % kv_heads:
+        raise ValueError(f"{q_heads} query heads cannot be shared out to {kv_heads} key heads")
+    sizes = (equal_blocks(q_len, block_q), equal_blocks(kv_len, block_k))
+    return Tiles(q_len, kv_len, *sizes, group=q_heads // kv_heads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,71 +56,72 @@ class Needed:
     ids are sorted, as in packed sequences.
     """
 
-    tiling: Tiling
+    tiles: Tiles
     options: Options
     data: jax.Array | None
 
     @staticmethod
-    def of(tiling: Tiling, options: Options) -> Needed:
+    def of(tiles: Tiles, options: Options) -> Needed:
         """For the examples and heads that the options hold."""
-        return Needed(tiling, options, _needed_by_data(tiling, options))
+        return Needed(tiles, options, _needed_by_data(tiles, options))
 
     def keys_seen_by(self, i: Index) -> tuple[Index, Index, Index]:
         """Of the key blocks: the first that query block `i` sees anything of, the first that it
         does not see wholly, and the end."""
-        tiling = self.tiling
-        if tiling.k_blocks == 1:
+        tiles = self.tiles
+        if tiles.k_blocks == 1:
             return 0, self._one_block_seen_wholly(), 1  # see `loop`
         left, right = self._band()
-        first_query = times(i, tiling.block_q)
-        next_query = plus(first_query, tiling.block_q)
+        first_query = times(i, tiles.block_q)
+        next_query = plus(first_query, tiles.block_q)
         begin: Index = 0
-        end: Index = tiling.k_blocks
+        end: Index = tiles.k_blocks
         if left is not None:
-            begin = self._key_block(plus(first_query, left))
+            begin = quotient(clamp(0, plus(first_query, left), tiles.padded_kv_len), tiles.block_k)
         if right is not None:
-            seen = clamp(0, plus(next_query, right), tiling.k_len)
-            end = quotient(plus(seen, tiling.block_k - 1), tiling.block_k)
+            seen = clamp(0, plus(next_query, right), tiles.kv_len)
+            end = quotient(plus(seen, tiles.block_k - 1), tiles.block_k)
         begin, end = self._cut(begin, end, i, axis=1)
         if self.options.hides_anywhere:
             return begin, begin, end
-        whole: Index = tiling.k_len // tiling.block_k
+        whole: Index = tiles.kv_len // tiles.block_k
         if right is not None:
-            seen_by_all = clamp(0, plus(plus(first_query, 1), right), tiling.k_len)
-            whole = quotient(seen_by_all, tiling.block_k)
+            seen_by_all = clamp(0, plus(plus(first_query, 1), right), tiles.kv_len)
+            whole = quotient(seen_by_all, tiles.block_k)
         return begin, whole, end
 
     def queries_seeing(self, j: Index) -> tuple[Index, Index, Index]:
         """Of the query blocks: the first that sees anything of key block `j`, the first that sees
         all of it, and the end."""
-        tiling = self.tiling
-        if tiling.q_blocks == 1:
+        tiles = self.tiles
+        if tiles.q_blocks == 1:
             return 0, 1 - self._one_block_seen_wholly(), 1  # see `loop`
         left, right = self._band()
-        first_key = times(j, tiling.block_k)
-        next_key = plus(first_key, tiling.block_k)
+        first_key = times(j, tiles.block_k)
+        next_key = plus(first_key, tiles.block_k)
         begin: Index = 0
         whole: Index = 0
-        end: Index = tiling.q_blocks
+        end: Index = tiles.q_blocks
         if right is not None:
-            begin = self._query_block(plus(first_key, minus(right)))
+            first = clamp(0, plus(first_key, minus(right)), tiles.padded_q_len)
+            begin = quotient(first, tiles.block_q)
             # The queries from the last key's position on see the whole block.
-            above = clamp(0, plus(plus(next_key, -1), minus(right)), tiling.padded_q_len)
-            whole = quotient(plus(above, tiling.block_q - 1), tiling.block_q)
+            above = clamp(0, plus(plus(next_key, -1), minus(right)), tiles.padded_q_len)
+            whole = quotient(plus(above, tiles.block_q - 1), tiles.block_q)
         if left is not None:
-            seen = clamp(0, plus(next_key, minus(left)), tiling.q_len)
-            end = quotient(plus(seen, tiling.block_q - 1), tiling.block_q)
+            seen = clamp(0, plus(next_key, minus(left)), tiles.q_len)
+            end = quotient(plus(seen, tiles.block_q - 1), tiles.block_q)
         begin, end = self._cut(begin, end, j, axis=0)
         if self.options.hides_anywhere:
             return begin, end, end
-        if tiling.k_len < tiling.padded_k_len:  # then nobody sees all of the last block
-            padding = clamp(0, plus(next_key, -tiling.k_len), 1)
-            whole = larger(whole, times(padding, tiling.q_blocks))
+        if tiles.kv_len < tiles.padded_kv_len:  # then nobody sees all of the last block
+            padding = clamp(0, plus(next_key, -tiles.kv_len), 1)
+            whole = larger(whole, times(padding, tiles.q_blocks))
         return begin, whole, end
 
     def _one_block_seen_wholly(self) -> int:
         """1 if nothing is hidden anywhere, else 0: what is known of a line with a single tile."""
-        padded = self.tiling.k_len < self.tiling.padded_k_len
+        padded = self.tiles.kv_len < self.tiles.padded_kv_len
         hidden = padded or self.options.hides_anywhere or self.options.band[1] is not None
         return 0 if hidden else 1
 
@@ -139,12 +134,6 @@ class Needed:
             None if right is None else plus(ahead, right),
         )
 
-    def _key_block(self, key: Index) -> Index:
-        return quotient(clamp(0, key, self.tiling.padded_k_len), self.tiling.block_k)
-
-    def _query_block(self, query: Index) -> Index:
-        return quotient(clamp(0, query, self.tiling.padded_q_len), self.tiling.block_q)
-
     def _cut(self, begin: Index, end: Index, index: Index, axis: int) -> tuple[Index, Index]:
         """Shorten a range of blocks to what the data needs of a row or a column of tiles."""
         if self.data is None:
@@ -155,33 +144,25 @@ class Needed:
         return larger(begin, first), smaller(end, jnp.where(jnp.any(line), last, 0))
 
 
-def _needed_by_data(tiling: Tiling, options: Options) -> jax.Array | None:
+def _needed_by_data(tiles: Tiles, options: Options) -> jax.Array | None:
     """Which tiles any example or head needs, by segment ids, lengths and mask."""
     needed = None
     if options.by_example:
-        q_low, q_high = _id_bounds(
-            options.segment_ids,
-            options.q_lengths,
-            options.first_query,
-            tiling.q_len,
-            tiling.q_blocks,
+        q, k = (
+            (options.segment_ids, options.q_lengths),
+            (options.kv_segment_ids, options.kv_lengths),
         )
-        k_low, k_high = _id_bounds(
-            options.kv_segment_ids,
-            options.kv_lengths,
-            options.first_key,
-            tiling.k_len,
-            tiling.k_blocks,
-        )
+        q_low, q_high = _id_bounds(*q, options.first_query, tiles.q_len, tiles.q_blocks)
+        k_low, k_high = _id_bounds(*k, options.first_key, tiles.kv_len, tiles.k_blocks)
         overlap = (q_low[:, :, None] <= k_high[:, None]) & (k_low[:, None] <= q_high[:, :, None])
         needed = jnp.any(overlap, axis=0)
     if options.mask is not None:
-        by_rows = _any_in_blocks(jnp.any(options.mask, axis=(0, 1)), tiling.q_blocks, 0)
-        by_mask = _any_in_blocks(by_rows, tiling.k_blocks, 1)
+        by_rows = _any_in_blocks(jnp.any(options.mask, axis=(0, 1)), tiles.q_blocks, 0)
+        by_mask = _any_in_blocks(by_rows, tiles.k_blocks, 1)
         needed = by_mask if needed is None else needed & by_mask
     if needed is None:
         return None
-    return jnp.broadcast_to(needed, (tiling.q_blocks, tiling.k_blocks))
+    return jnp.broadcast_to(needed, (tiles.q_blocks, tiles.k_blocks))
 
 
 def _id_bounds(
@@ -214,3 +195,29 @@ def _any_in_blocks(table: jax.Array, blocks: int, axis: int) -> jax.Array:
     padded = pad(table, blocks * size, axis)
     shape = (*padded.shape[:axis], blocks, size, *padded.shape[axis + 1 :])
     return jnp.any(padded.reshape(shape), axis=axis + 1)
+
+
+def strips(tiles: Tiles, options: Options) -> list[tuple[int, int]] | None:
+    """The first query and the end of each strip of a query block; None: blocks are not cut.
+
+    Where there are strips, query block `i` sees the keys before its own first position wholly, and
+    of the keys from there on, those up to each query.
+    """
+    squares = (
+        options.causal
+        and all(getattr(options, name) is None for name in UNCUT)
+        # On several devices positions are known only when the program runs.
+        and all(isinstance(at, int) and at == 0 for at in (options.first_query, options.first_key))
+        and tiles.padded_q_len == tiles.padded_kv_len
+        and tiles.q_len <= tiles.kv_len  # else a query would see appended keys
+        and tiles.block_q % tiles.block_k == 0
+        and tiles.block_k > 1  # nobody asks for steps of one key to be fast
+    )
+    if tiles.q_blocks == 1:
+        least, count = _LEAST_OF_ONE, _STRIPS_OF_ONE_TILE
+    else:
+        least, count = _LEAST_OF_SEVERAL, _STRIPS_OF_SEVERAL
+    if not squares or tiles.block_q <= least:
+        return None
+    edges = [tiles.block_q * n // count for n in range(count + 1)]
+    return list(itertools.pairwise(edges))
