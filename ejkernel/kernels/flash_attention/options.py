@@ -72,6 +72,11 @@ class Options:
         """True if every tile may hold scores that do not count."""
         return self.mask is not None or self.by_example or self.band[0] is not None
 
+    @property
+    def may_hide(self) -> bool:
+        """True if there may be a query that does not see all keys."""
+        return self.hides_anywhere or self.bias is not None or self.band[1] is not None
+
     def replace(self, **changes: Any) -> Options:
         """The same with some fields changed."""
         return dataclasses.replace(self, **changes)

@@ -209,12 +209,14 @@ class Call:
         return q, kv
 
     def attend(
-        self, at: Place, refs: Refs, q: Any, k: Any, v: Any, met: Sequence[Any], *, masked: bool
+        self, at: Place, refs: Refs, arrays: Sequence[Any], met: Sequence[Any], *, masked: bool
     ) -> tuple[Any, Any, Any, Any]:
-        """A tile added to the online softmax, of which `met` are the largest scores and totals.
+        """A tile of `q, k, v` added to the online softmax.
 
+        What rows have `met` so far are the largest scores and totals.
         Gives these, by what earlier sums of weighted values shrink, and what to add to them.
         """
+        q, k, v = arrays
         visible = self.visible(at, refs) if masked else None
         if masked:
             k, v = keys_that_stay_apart(k, v)
@@ -222,18 +224,10 @@ class Call:
         return largest, total, shrink, self.dot(weights.astype(v.dtype), v)
 
     def collect(
-        self,
-        at: Place,
-        refs: Refs,
-        q: Any,
-        k: Any,
-        v: Any,
-        dout: Any,
-        met: Sequence[Any],
-        *,
-        masked: bool,
+        self, at: Place, refs: Refs, arrays: Sequence[Any], met: Sequence[Any], *, masked: bool
     ) -> tuple[Any, Any, Any, Any]:
-        """As `attend`, with the sum of what each weight adds to the loss instead of the values."""
+        """As `attend`, of `q, k, v, dout`, with sums of what weights add to the loss."""
+        q, k, v, dout = arrays
         visible = self.visible(at, refs) if masked else None
         largest, total, shrink, weights = self._add_to_softmax(at, refs, q, k, met, visible)
         added = shown(weights * self.dot_rows(*self._as_turned(dout, v)), visible)
@@ -297,6 +291,12 @@ class Call:
         if masked:
             ds, x = shown(ds, visible), finite_part(x)
         return ds.astype(x.dtype), x
+
+    @property
+    def sides(self) -> tuple[tuple[str, int], tuple[str, int]]:
+        """Names of lengths and sizes of blocks: of the block that a program owns, of the others."""
+        q, kv = ("q_lengths", self.tiles.block_q), ("kv_lengths", self.tiles.block_k)
+        return (kv, q) if self.keys_first else (q, kv)
 
     @property
     def _key_axis(self) -> int:

@@ -146,12 +146,14 @@ class Call(pallas.Call):
     def column(self, x: Any) -> Any:
         return x[:, None]
 
-    def key_tile(self, ref: Any, j: Index, features: int) -> Any:
-        """The `j`-th block of all keys of a program."""
-        start = j * self.tiles.block_k
-        return load(
-            ref.at[pl.ds(start, self.tiles.block_k), :], (self.tiles.kv_len - start, features)
-        )
+    def key_tiles(self, at: Place, refs: Refs) -> list[Any]:
+        """The keys and values of a tile, from all those of a program."""
+        start, size = at.j * self.tiles.block_k, self.tiles.block_k
+        features = {name: self.operands[name][0].shape[3] for name in "kv"}
+        return [
+            load(refs[name].at[pl.ds(start, size), :], (self.tiles.kv_len - start, features[name]))
+            for name in "kv"
+        ]
 
     def each_tile(
         self, at: Place, refs: Refs, add: Callable[..., Any], state: Any, *, only_if: Any = None
@@ -161,13 +163,10 @@ class Call(pallas.Call):
         Those that are whole are added without hiding anything, if nothing else hides it.
         """
         options, tiles = self.options, self.tiles
-        # The block that the program owns, and the ones that it visits.
-        sides = [("q_lengths", tiles.block_q), ("kv_lengths", tiles.block_k)]
+        (own_lengths, own_block), (other_lengths, other_block) = self.sides
         if self.keys_first:
-            (other_lengths, other_block), (own_lengths, own_block) = sides
             own, (begin, end), whole = at.j, tiles.queries_of(at.j), tiles.whole_queries_of(at.j)
         else:
-            (own_lengths, own_block), (other_lengths, other_block) = sides
             own, (begin, end), whole = at.i, tiles.keys_of(at.i), tiles.whole_keys_of(at.i)
         first, last = whole
         if other_lengths in refs:

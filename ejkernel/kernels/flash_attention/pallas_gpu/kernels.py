@@ -67,9 +67,8 @@ def forward(
 
         def add_keys(at: Place, state: Any, *, masked: bool) -> Any:
             *met, weighted = state
-            k_tile = call.key_tile(refs["k"], at.j, head_dim)
-            v_tile = call.key_tile(refs["v"], at.j, value_dim)
-            *met, shrink, added = call.attend(at, refs, q_tile, k_tile, v_tile, met, masked=masked)
+            arrays = (q_tile, *call.key_tiles(at, refs))
+            *met, shrink, added = call.attend(at, refs, arrays, met, masked=masked)
             return *met, shrink[:, None] * weighted + added
 
         start = (*_nothing_met(rows)[:2], jnp.zeros((rows, padded(value_dim)), jnp.float32))
@@ -149,11 +148,8 @@ def _statistics(
 
             def add_keys(at: Place, state: Any, *, masked: bool) -> Any:
                 *met, weighted = state
-                k_tile = call.key_tile(refs["k"], at.j, head_dim)
-                v_tile = call.key_tile(refs["v"], at.j, value_dim)
-                *met, shrink, added = own.collect(
-                    at, refs, q_tile, k_tile, v_tile, dout_tile, met, masked=masked
-                )
+                arrays = (q_tile, *call.key_tiles(at, refs), dout_tile)
+                *met, shrink, added = own.collect(at, refs, arrays, met, masked=masked)
                 return *met, shrink * weighted + added
 
             start = _nothing_met(tiles.block_q)
@@ -181,8 +177,7 @@ def _gradient_of_queries(
         delta = load(refs["delta"], (left,))
 
         def add_keys(at: Place, total: Any, *, masked: bool) -> Any:
-            k_tile = call.key_tile(refs["k"], at.j, head_dim)
-            v_tile = call.key_tile(refs["v"], at.j, value_dim)
+            k_tile, v_tile = call.key_tiles(at, refs)
             weights = call.weights(at, refs, q_tile, k_tile, shift[:, None], masked=masked)
             ds, k_tile = call.d_scores(
                 weights, v_tile, dout_tile, delta[:, None], k_tile, masked=masked

@@ -128,17 +128,14 @@ class Call(pallas.Call):
     def place(self, grid: tuple[Index, ...], scalars: Refs, *, steps: int) -> Place:
         """The tile of a step, and whether it is needed at all."""
         tiles = self.tiles
-        # The block that a program owns, and the ones that it visits.
-        sides = [("q_lengths", tiles.block_q), ("kv_lengths", tiles.block_k)]
+        (own_lengths, own_block), (other_lengths, other_block) = self.sides
         if self.keys_first:
-            (other_lengths, other_block), (own_lengths, own_block) = sides
             batch, kv_head, own, member, step = grid
             head = kv_head * tiles.group + member
             begin, end = tiles.queries_of(own)
             is_first = jnp.logical_and(member == 0, step == 0)
             is_last = jnp.logical_and(member == tiles.group - 1, step == steps - 1)
         else:
-            (own_lengths, own_block), (other_lengths, other_block) = sides
             batch, head, own, step = grid
             kv_head = quotient(head, tiles.group)
             begin, end = tiles.keys_of(own)
@@ -191,14 +188,11 @@ class Call(pallas.Call):
         if self.keys_first:
             grid = (batch, kv_heads, tiles.k_blocks, tiles.group, tiles.query_steps)
 
+        like = self.operands["k" if self.keys_first else "q"][0].shape
+
         def whole(dtype: Any, block: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-            """The array that consists of such blocks."""
-            if self.keys_first:
-                shape = (batch, kv_heads, tiles.padded_kv_len, block[3])
-            elif block[2] == 1:
-                shape = (batch, heads, 1, tiles.padded_q_len)
-            else:
-                shape = (batch, heads, tiles.padded_q_len, block[3])
+            """The array that consists of such blocks: features of all positions, or rows."""
+            shape = (*like[:3], block[3]) if block[2] > 1 else (*like[:2], 1, like[2])
             return jax.ShapeDtypeStruct(shape, dtype)
 
         def block_spec(shape: tuple[int, ...], index: Callable[[Place], Any]) -> pl.BlockSpec:

@@ -140,8 +140,9 @@ def _forward_body(call: Call, at: Place, refs: Refs, outputs: Any, scratch: Any)
     _start_softmax(at, *scratch)
 
     def add_keys(*, masked: bool) -> None:
-        q, k, v = (refs[name][0, 0] for name in ("q", "k", "v"))
-        *met, shrink, added = call.attend(at, refs, q, k, v, _met(call, scratch), masked=masked)
+        arrays = [refs[name][0, 0] for name in ("q", "k", "v")]
+        met: Any = _met(call, scratch)
+        *met, shrink, added = call.attend(at, refs, arrays, met, masked=masked)
         _set_all(scratch, met)
         weighted_ref[...] = shrink * weighted_ref[...] + added
 
@@ -179,9 +180,9 @@ def _statistics_body(call: Call, at: Place, refs: Refs, outputs: Any, scratch: A
     _start_softmax(at, *scratch)
 
     def add_keys(*, masked: bool) -> None:
-        q, k, v, dout = (refs[name][0, 0] for name in ("q", "k", "v", "dout"))
+        arrays = [refs[name][0, 0] for name in ("q", "k", "v", "dout")]
         met: Any = _met(call, scratch)
-        *met, shrink, added = call.collect(at, refs, q, k, v, dout, met, masked=masked)
+        *met, shrink, added = call.collect(at, refs, arrays, met, masked=masked)
         weighted = weighted_ref[...] if call.turned else weighted_ref[:, :1]
         _set_all(scratch, (*met, shrink * weighted + added))
 

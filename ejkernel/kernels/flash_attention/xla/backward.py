@@ -37,12 +37,20 @@ import jax
 from jax import lax
 
 from ...promotion import usual_promotion
-from ..finite import may_hide, zero_if_not_finite
 from ..options import Options
 from ..passes import Gradients, Results
-from ..rows import NOTHING_SEEN, Rows, apart, sinks_gradient, softmax_statistics
+from ..rows import (
+    NOTHING_SEEN,
+    Rows,
+    apart,
+    exact_rows,
+    is_large,
+    sinks_gradient,
+    softmax_statistics,
+    zero_if_not_finite,
+)
 from ..scalars import Index, scalar, times
-from .large_scores import exact_statistics
+from .large_scores import statistics
 from .layout import as_row, filled, from_rows, loop, pad, product, set_span, span, to_rows
 from .needed import Needed, tiles_of
 from .scores import Scores, bias_gradient, padded, weighted, zero_bias_gradient
@@ -67,7 +75,9 @@ def backward(
     """
     q, k, v, out, lse, dout, dlse = results
     rows = softmax_statistics(out, lse, dout, dlse)
-    rows = exact_statistics(q, k, v, rows, dout, dlse, options, **blocks)
+    large = lax.reduce_or(is_large(rows.shift), (0, 1, 2))
+    found = statistics(q, k, v, rows, dout, options, only_if=large, **blocks)
+    rows = exact_rows(rows, found, options.sinks, dlse)
     gradients = partial_gradients(
         q, k, v, rows, dout, options, differentiate_bias=differentiate_bias, **blocks
     )
@@ -159,7 +169,7 @@ class _Arrays(NamedTuple):
         shift, share, delta = (part.rows(x) for x in (self.shift, self.share, self.delta))
         dout = lax.mul(lax.convert_element_type(dout, shift.dtype), _by_row(share))
         delta = lax.mul(delta, share)
-        if may_hide(scores.options):
+        if scores.options.may_hide:
             # A query that sees nothing may hold anything.
             seeing = _by_row(lax.ne(shift, scalar(NOTHING_SEEN, shift)))
             shift, delta = apart(shift, delta)
@@ -184,7 +194,7 @@ def _differentiate(arrays: _Arrays, scores: Scores, gradients: Gradients, part: 
 
     def key_block(x: jax.Array, start: Index) -> jax.Array:
         x = to_rows(span(x, start, tiles.block_k, 1), group=1)
-        x = zero_if_not_finite(x) if may_hide(options) else x
+        x = zero_if_not_finite(x) if options.may_hide else x
         return lax.convert_element_type(x, dtype)
 
     def differentiate_block(j: Index, gradients: Gradients) -> Gradients:

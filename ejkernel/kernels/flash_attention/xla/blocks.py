@@ -90,7 +90,7 @@ class _Call:
 
     @property
     def scores(self) -> int:
-        """Of a key head."""
+        """How many scores a key head has."""
         return self.group * self.q_len * self.k_len
 
     def at_most(self, heads: float) -> int:
@@ -261,17 +261,20 @@ def candidate_blocks(
 ) -> list[Blocks]:
     """Blocks worth racing, each program once: a longer block than the sequence is the sequence."""
     (batch, q_len, _, _), (_, k_len, kv_heads, _) = q_shape, k_shape
-    sides = _BACKWARD_SIDES if backward else _FORWARD_SIDES
-    of_one_head = _BACKWARD_SIDES_OF_ONE_HEAD if backward else _FORWARD_SIDES_OF_ONE_HEAD
+    sides, of_one_head = _CANDIDATES[backward]
     heads = dict.fromkeys((batch * kv_heads, kv_heads, 1))
     found = [(q, k, h) for q, k in sides for h in heads] + [(q, k, 1) for q, k in of_one_head]
     return list(dict.fromkeys(Blocks(min(q, q_len), min(k, k_len), h) for q, k, h in found))
 
 
-_FORWARD_SIDES = ((64, 64), (128, 128), (256, 256), (512, 256))
-_FORWARD_SIDES_OF_ONE_HEAD = ((1024, 1024), (2048, 512))
-_BACKWARD_SIDES = ((128, 128), (256, 256), (384, 384), (256, 512), (512, 512))
-_BACKWARD_SIDES_OF_ONE_HEAD = ((512, 1024), (256, 2048))
+# Queries and keys in a tile of some heads and in one of one head, forward (False) and backward.
+_CANDIDATES = {
+    False: (((64, 64), (128, 128), (256, 256), (512, 256)), ((1024, 1024), (2048, 512))),
+    True: (
+        ((128, 128), (256, 256), (384, 384), (256, 512), (512, 512)),
+        ((512, 1024), (256, 2048)),
+    ),
+}
 
 
 def _nearest(length: int, wanted: float) -> int:

@@ -28,9 +28,8 @@ from ejkernel.ops.core.static_part import StaticPart, split
 
 from ...dtypes import accumulation_dtype
 from ...promotion import usual_promotion
-from ..finite import keys_that_stay_apart, may_hide
 from ..options import Options
-from ..rows import Statistics
+from ..rows import Statistics, keys_that_stay_apart
 from ..scalars import Index, scalar, times
 from ..tiles import Tiles
 from .layout import counting, filled, from_rows, loop, pad, product, span, to_rows
@@ -70,36 +69,27 @@ def _traced_once(
     fixed: StaticPart, blocks: tuple[tuple[str, Any], ...], *arrays: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     q, k, v, options = fixed.merge(arrays)
-    out, (lse,) = _forward(q, k, v, options, **dict(blocks), out_dtype=q.dtype, apart=False)
+    out, (lse,) = partial_forward(q, k, v, options, apart=False, **dict(blocks))
     return out, lse
 
 
 def partial_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, options: Options, **blocks: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Attention to these keys, not rounded, and what it takes to join it with that to others.
-
-    The arguments are those of `forward`. The largest score of a query and the sum of its weights,
-    relative to that, are both `(batch, q_heads, q_len)`; -inf and one for a query that sees no key.
-    """
-    dtype = accumulation_dtype(q.dtype)
-    out, (largest, total) = _forward(q, k, v, options, **blocks, out_dtype=dtype, apart=True)
-    return out, largest, total
-
-
-def _forward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     options: Options,
     *,
+    apart: bool,
     block_q: int,
     block_k: int,
     block_heads: int | None = None,
-    out_dtype: Any,
-    apart: bool,
 ) -> tuple[jax.Array, list[jax.Array]]:
-    """The output, and the log-sum-exp, or its two parts `apart`."""
+    """Attention to these keys, and its log-sum-exp; with `apart` what joins it with that to others.
+
+    Then the output is not rounded, and instead of the log-sum-exp there are the largest score of a
+    query and the sum of its weights, relative to that; -inf and one for a query that sees no key.
+    """
+    dtype = accumulation_dtype(q.dtype)
     tiles = tiles_of(q, k, block_q, block_k)
     options = padded(options, tiles)
     slices = Slices.of(q, k, block_heads)
@@ -107,8 +97,8 @@ def _forward(
     k, v = pad(k, tiles.padded_kv_len, 1), pad(v, tiles.padded_kv_len, 1)
     # The log-sum-exp travels as one more array of rows, with a single feature.
     results = (
-        filled(q, v.shape[-1], 0.0, out_dtype),
-        *(filled(q, 1, 0.0, accumulation_dtype(q.dtype)) for _ in range(2 if apart else 1)),
+        filled(q, v.shape[-1], 0.0, dtype if apart else q.dtype),
+        *(filled(q, 1, 0.0, dtype) for _ in range(2 if apart else 1)),
     )
 
     def attend(part: Slice, results: _Results) -> _Results:
@@ -116,12 +106,7 @@ def _forward(
 
     out, *rows = slices.each(attend, results)
     rows = [lax.transpose(lax.squeeze(x, (3,)), (0, 2, 1)) for x in rows]
-    if tiles.padded_q_len == tiles.q_len:
-        return out, rows
-    return (
-        lax.slice_in_dim(out, 0, tiles.q_len, axis=1),
-        [lax.slice_in_dim(x, 0, tiles.q_len, axis=2) for x in rows],
-    )
+    return span(out, 0, tiles.q_len, 1), [span(x, 0, tiles.q_len, 2) for x in rows]
 
 
 _Results = tuple[jax.Array, ...]  # the output, and the log-sum-exp or its two parts
@@ -142,7 +127,7 @@ def _attend(
     cut = strips(tiles, options)
     # Every query block reads all keys and values, so they are brought into tile layout only once.
     q, k_rows, v_rows = part.queries(q), to_rows(part.keys(k), 1), to_rows(part.keys(v), 1)
-    if may_hide(options):
+    if options.may_hide:
         k_rows, v_rows = keys_that_stay_apart(k_rows, v_rows)
     dtype = accumulation_dtype(q.dtype)
 

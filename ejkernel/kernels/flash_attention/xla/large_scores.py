@@ -18,34 +18,16 @@ however large its score is.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 from jax import lax
 
 from ..options import Options
-from ..rows import Rows, Statistics, exact_rows, is_large
+from ..rows import Rows, Statistics
 from ..scalars import Index, scalar, times
 from .layout import as_row, from_row, loop, pad, product, span, to_rows
 from .needed import Needed, tiles_of
 from .scores import Scores, over_keys, padded, weighted
 from .slices import Slice, Slices
-
-
-def exact_statistics(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    rows: Rows,
-    dout: jax.Array,
-    dlse: jax.Array | None,
-    options: Options,
-    **blocks: Any,
-) -> Rows:
-    """The statistics of the rows, found anew if any log-sum-exp is large."""
-    large = lax.reduce_or(is_large(rows.shift), (0, 1, 2))
-    found = statistics(q, k, v, rows, dout, options, only_if=large, **blocks)
-    return exact_rows(rows, found, options.sinks, dlse)
 
 
 def statistics(

@@ -37,8 +37,7 @@ UNCUT = (
 def tiles_of(q: jax.Array, k: jax.Array, block_q: int, block_k: int) -> Tiles:
     """The tiles of `(batch, length, heads, head_dim)` arrays, for equal blocks of at most a size.
 
-    1000 queries in blocks of at most 512 become 500 and 500, not 512 and 488. Then fewer zeros are
-    appended than there are blocks, and nothing if the length divides evenly.
+    Fewer zeros are appended than there are blocks, and nothing if the length divides evenly.
     """
     (_, q_len, q_heads, _), (_, kv_len, kv_heads, _) = q.shape, k.shape
     if q_heads % kv_heads:

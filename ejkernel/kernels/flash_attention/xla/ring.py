@@ -55,9 +55,8 @@ def ring_forward(
 
     def step(t: Any, state: Any) -> Any:
         share, met = state
-        own = ring.options(options, share, ring.owner(t), q.shape[1], k.shape[1])
-        own = own.replace(sinks=None)
-        out, largest, total = partial_forward(q, share.k, share.v, own, **blocks)
+        own = ring.options(options, share, ring.owner(t), q, k).replace(sinks=None)
+        out, (largest, total) = partial_forward(q, share.k, share.v, own, apart=True, **blocks)
         here = Statistics(largest, total, out * _by_row(total))
         return ring.passed_on(share), _joined(met, here)
 
@@ -86,7 +85,7 @@ def ring_backward(
 
     def collect(t: Any, state: Any) -> Any:
         share, met = state
-        own = ring.options(options, share, ring.owner(t), q.shape[1], k.shape[1])
+        own = ring.options(options, share, ring.owner(t), q, k)
         here = statistics(q, share.k, share.v, rows, dout, own, **blocks)
         return ring.passed_on(share), _joined(met, here)
 
@@ -105,7 +104,7 @@ def ring_backward(
             share.v,
             rows,
             dout,
-            ring.options(options, share, owner, q.shape[1], k.shape[1]),
+            ring.options(options, share, owner, q, k),
             **blocks,
             differentiate_bias=differentiate_bias,
             dtype=lse.dtype,
@@ -161,19 +160,19 @@ class _Ring(NamedTuple):
         return x
 
     def options(
-        self, options: Options, share: _Share, owner: jax.Array, q_len: int, k_len: int
+        self, options: Options, share: _Share, owner: jax.Array, q: jax.Array, k: jax.Array
     ) -> Options:
         """The options as they are for this device's queries against one share of the keys."""
 
         def columns(x: jax.Array | None) -> jax.Array | None:
-            return x if x is None or x.shape[3] == 1 else block(x, owner, k_len, 3)
+            return x if x is None or x.shape[3] == 1 else block(x, owner, k.shape[1], 3)
 
         return options.replace(
             bias=columns(options.bias),
             mask=columns(options.mask),
             kv_segment_ids=share.segment_ids,
-            first_query=self.here * q_len,
-            first_key=owner * k_len,
+            first_query=self.here * q.shape[1],
+            first_key=owner * k.shape[1],
         )
 
 

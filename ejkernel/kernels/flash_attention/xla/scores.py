@@ -115,7 +115,8 @@ class Scores:
         if key is None:
             return weights
         five = self._with_five_axes(weights)
-        batch, kv_heads, queries, group, keys = self._canonical(five.shape)
+        shape = five.shape if not self.keys_in_front else [five.shape[a] for a in _KEYS_LAST]
+        batch, kv_heads, queries, group, keys = shape
         heads = counting(kv_heads * group).reshape(1, kv_heads, 1, group, 1)
         keep = keep_mask(
             rate,
@@ -141,8 +142,6 @@ class Scores:
         before = block(block(gradient, j, keys, 2), i, queries, 3)
         starts = (0, 0, times(j, keys), times(i, queries), 0)
         return put(gradient, lax.add(before, five), starts)
-
-    # --- parts -----------------------------------------------------------------------------------
 
     def _capped(self, scores: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """The scores after the soft cap, and its slope; as they are if there is none."""
@@ -176,18 +175,21 @@ class Scores:
             lengths = options.kv_lengths.reshape(-1, 1, 1, 1, 1)
             parts.append(key + self._first_key(j) < lengths)
         if options.segment_ids is not None and options.kv_segment_ids is not None:
-            parts.append(self._same_segment(options.segment_ids, options.kv_segment_ids, i, j))
+            q_ids = block(pad(options.segment_ids, tiles.padded_q_len, 1), i, tiles.block_q, 1)
+            k_ids = block(pad(options.kv_segment_ids, tiles.padded_kv_len, 1), j, tiles.block_k, 1)
+            same = q_ids[:, None, :, None, None] == k_ids[:, None, None, None, :]
+            parts.append(self._placed(same))
         if options.mask is not None:
             parts.append(self._part(options.mask, i, j))
         visible = None
         for part in parts:
-            visible = part if visible is None else lax.bitwise_and(*_same_shape(visible, part))
+            if visible is None:
+                visible = part
+                continue
+            shape = np.broadcast_shapes(visible.shape, part.shape)
+            wide = [lax.broadcast_in_dim(x, shape, range(5)) for x in (visible, part)]
+            visible = lax.bitwise_and(*wide)
         return visible
-
-    def _same_segment(self, q_ids: jax.Array, k_ids: jax.Array, i: Index, j: Index) -> jax.Array:
-        q_ids = block(pad(q_ids, self.tiles.padded_q_len, 1), i, self.tiles.block_q, 1)
-        k_ids = block(pad(k_ids, self.tiles.padded_kv_len, 1), j, self.tiles.block_k, 1)
-        return self._placed(q_ids[:, None, :, None, None] == k_ids[:, None, None, None, :])
 
     def _part(self, x: jax.Array, i: Index, j: Index) -> jax.Array:
         """Of a `(batch, heads, queries, keys)` array, axes of 1 included, what this tile needs."""
@@ -210,9 +212,6 @@ class Scores:
     def _placed(self, x: jax.Array) -> jax.Array:
         return lax.transpose(x, _KEYS_IN_FRONT) if self.keys_in_front else x
 
-    def _canonical(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(shape[a] for a in _KEYS_LAST) if self.keys_in_front else shape
-
     def _with_five_axes(self, tile: jax.Array) -> jax.Array:
         batch, heads, rows, columns = tile.shape
         group = self.tiles.group
@@ -225,12 +224,6 @@ class Scores:
 
     def _first_key(self, j: Index) -> Index:
         return plus(self.options.first_key, times(j, self.tiles.block_k))
-
-
-def _same_shape(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    shape = np.broadcast_shapes(a.shape, b.shape)
-    wide = [lax.broadcast_in_dim(x, shape, range(5)) for x in (a, b)]
-    return wide[0], wide[1]
 
 
 def over_keys(reduce: Any, tile: jax.Array, axis: int) -> jax.Array:

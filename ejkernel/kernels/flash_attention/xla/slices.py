@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -110,7 +110,7 @@ class Slice:
             return options
         rows = self.slices.heads * self.slices.group
         given = {name: x for name, x in vars(options).items() if x is not None}
-        changed = {
+        changed: dict[str, Any] = {
             name: block(given[name], self.example, self.slices.examples, 0)
             for name in ("segment_ids", "kv_segment_ids", "q_lengths", "kv_lengths")
             if name in given
