@@ -118,6 +118,8 @@ class Call:
     tiles: Tiles
     keys_first: bool  # programs own key blocks
     turned: bool  # tiles are (keys, queries)
+    interpret: bool  # run on any device, slowly
+    launch: dict[str, int]  # what a config says in addition to blocks
     operands: dict[str, tuple[jax.Array, Any]] = field(default_factory=dict)
 
     # What each device has of its own. `column(x)` makes a number for each query a factor of
@@ -152,12 +154,14 @@ class Call:
         rows: dict[str, jax.Array] | None = None,
         keys_first: bool = False,
         turned: bool = False,
+        interpret: bool = False,
+        **launch: int,
     ) -> Self:
         """A call with these operands, and those of the options."""
         lengths = (q.shape[1], k.shape[1])
         block_q, block_k = map(cls.fitting_block, lengths, (block_q, block_k))
         tiles = Tiles(*lengths, block_q, block_k, *options.band, q.shape[2] // k.shape[2])
-        call = cls(options, tiles, keys_first, turned)
+        call = cls(options, tiles, keys_first, turned, interpret, launch)
         call.add_queries("q", q)
         call.add_keys("k", k)
         call.add_keys("v", v)
@@ -165,9 +169,8 @@ class Call:
             call.add_queries("dout", dout)
         for name, row in (rows or {}).items():
             call.add_rows(name, row)
-        lengths_by_name = {"q_lengths": options.q_lengths, "kv_lengths": options.kv_lengths}
-        for (name, given), longest in zip(lengths_by_name.items(), lengths, strict=True):
-            if given is not None:
+        for name, longest in zip(("q_lengths", "kv_lengths"), lengths, strict=True):
+            if (given := getattr(options, name)) is not None:
                 call.add_scalars(name, jnp.clip(given.astype(jnp.int32), 0, longest))
         if options.sinks is not None:
             call.add_scalars("sinks", options.sinks.astype(jnp.float32))

@@ -60,8 +60,10 @@ class FlashAttentionCppConfig(PassesConfig):
         Where there is enough work for all threads, 192 x 480 and 96 x 192 are the best; others are
         a few percent away.
         """
+        has_affinity = hasattr(os, "sched_getaffinity")
+        threads = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
         rows = q.shape[0] * q.shape[1] * q.shape[2]
-        block_q = max(24, min(192, rows // (4 * _threads())))
+        block_q = max(24, min(192, rows // (4 * threads)))
         return cls(block_q, max(1, 480 * 64 // max(64, q.shape[3])), 96, 192)
 
     @classmethod
@@ -72,12 +74,6 @@ class FlashAttentionCppConfig(PassesConfig):
             for choices in (_CHOICES, _BACKWARD_CHOICES)
         )
         return ahead, back
-
-
-def _threads() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _rows_of_a_key_head(q: Any, k: Any) -> int:

@@ -20,13 +20,7 @@ BACKWARD = "ejkernel_flash_attention_backward"
 
 @usual_promotion
 def forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    options: Options,
-    *,
-    block_q: int,
-    block_k: int,
+    q: jax.Array, k: jax.Array, v: jax.Array, options: Options, **blocks: int
 ) -> tuple[jax.Array, jax.Array]:
     """Attention, and the logarithm of its softmax denominators: arrays as in `xla.forward`.
 
@@ -43,19 +37,13 @@ def forward(
         FORWARD,
         (((batch, q_len, heads, v.shape[-1]), q.dtype), ((batch, heads, q_len), jnp.float32)),
         (q, k, v, *_of_scores(options)),
-        _attributes(options, block_q, block_k),
+        _attributes(options, **blocks),
     )
     return out.astype(dtype), lse
 
 
 @usual_promotion
-def backward(
-    results: Results,
-    options: Options,
-    *,
-    block_q: int,
-    block_k: int,
-) -> Gradients:
+def backward(results: Results, options: Options, **blocks: int) -> Gradients:
     """Gradients of `q`, `k`, `v`, and of `sinks` by name if there are any; none of a bias.
 
     The other arguments are as in `forward`; the blocks may differ from those used there.
@@ -75,7 +63,7 @@ def backward(
         BACKWARD,
         (*((x.shape, x.dtype) for x in (q, k, v)), (by_row, jnp.float32)),
         operands,
-        _attributes(options, block_q, block_k),
+        _attributes(options, **blocks),
     )
     named = {} if options.sinks is None else {"sinks": jnp.sum(dsinks, axis=(0, 2))}
     return Gradients(dq, dk, dv, named)

@@ -213,9 +213,6 @@ class Call(pallas.Call):
         *,
         name: str,
         outputs: list[tuple[Any, pl.BlockSpec]],
-        num_warps: int = 4,
-        num_stages: int = 2,
-        interpret: bool = False,
     ) -> list[jax.Array]:
         """Run `body(at, refs, outputs)`; outputs are given by what they are like, and blocks."""
         names, tiles = list(self.operands), self.tiles
@@ -236,8 +233,8 @@ class Call(pallas.Call):
             in_specs=[spec for _, spec in self.operands.values()],
             out_specs=[spec for _, spec in outputs],
             out_shape=[jax.ShapeDtypeStruct(like.shape, like.dtype) for like, _ in outputs],
-            compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
-            interpret=interpret,
+            compiler_params=plgpu.CompilerParams(**self.launch),
+            interpret=self.interpret,
             name=name,
         )(*(array for array, _ in self.operands.values()))
         return results

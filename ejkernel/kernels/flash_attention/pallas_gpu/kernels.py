@@ -36,14 +36,7 @@ from .call import Call, load, padded, store
 
 @usual_promotion
 def forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    options: Options,
-    *,
-    block_q: int,
-    block_k: int,
-    **launch: Any,
+    q: jax.Array, k: jax.Array, v: jax.Array, options: Options, **sizes: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Attention, and the logarithm of its softmax denominators: arrays as in `xla.forward`.
 
@@ -58,7 +51,7 @@ def forward(
     """
     batch, q_len, heads, head_dim = q.shape
     value_dim = v.shape[3]
-    call = Call.of(q, k, v, options, block_q=block_q, block_k=block_k)
+    call = Call.of(q, k, v, options, **sizes)
     rows = call.tiles.block_q
 
     def body(at: Place, refs: Refs, outputs: Any) -> None:
@@ -84,7 +77,6 @@ def forward(
         body,
         name="flash_attention_forward",
         outputs=[(out_like, call.queries(out_like)), (lse_like, call.rows)],
-        **launch,
     )
     return out, lse
 
@@ -96,35 +88,30 @@ def _nothing_met(rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 @usual_promotion
-def backward(
-    results: Results, options: Options, *, block_q: int, block_k: int, **launch: Any
-) -> Gradients:
+def backward(results: Results, options: Options, **sizes: Any) -> Gradients:
     """Gradients of `q`, `k`, `v`, and of `sinks` by name if there are any; none of a bias.
 
     The other arguments are as in `forward`; the blocks may differ from those used there.
     """
     q, k, v, _, _, dout, _ = results
-    blocks: Any = {"block_q": block_q, "block_k": block_k}
 
     def of_keys(dout: jax.Array, rows: dict[str, jax.Array]) -> list[jax.Array]:
         turned: Any = {"keys_first": True, "turned": True}
-        call = Call.of(q, k, v, options, dout=dout, rows=rows, **turned, **blocks)
-        return _gradient_of_keys(call, q, k, v, launch)
+        call = Call.of(q, k, v, options, dout=dout, rows=rows, **turned, **sizes)
+        return _gradient_of_keys(call, q, k, v)
 
     def of_queries(rows: Rows) -> jax.Array:
-        call = Call.of(q, k, v, options, dout=dout, rows=rows._asdict(), **blocks)
-        return _gradient_of_queries(call, q, v, launch)
+        call = Call.of(q, k, v, options, dout=dout, rows=rows._asdict(), **sizes)
+        return _gradient_of_queries(call, q, v)
 
     def statistics(rows: Rows) -> list[Statistics]:
-        call = Call.of(q, k, v, options, dout=dout, rows={"shift": rows.shift}, **blocks)
-        return _statistics(call, q, v, rows.shift, launch)
+        call = Call.of(q, k, v, options, dout=dout, rows={"shift": rows.shift}, **sizes)
+        return _statistics(call, q, v, rows.shift)
 
     return gradients(results, options, statistics, of_queries, of_keys)
 
 
-def _statistics(
-    call: Call, q: jax.Array, v: jax.Array, shift: jax.Array, launch: dict[str, Any]
-) -> list[Statistics]:
+def _statistics(call: Call, q: jax.Array, v: jax.Array, shift: jax.Array) -> list[Statistics]:
     """The statistics of the query blocks in which a shift is large; of the others, nothing.
 
     The first are by tiles as they are for the gradient of queries, the others by turned ones.
@@ -159,13 +146,11 @@ def _statistics(
             store(ref, x, (left,))
 
     outputs = [(shift, call.rows)] * 6
-    found = call.run(body, name="flash_attention_statistics", outputs=outputs, **launch)
+    found = call.run(body, name="flash_attention_statistics", outputs=outputs)
     return [Statistics(*found[:3]), Statistics(*found[3:])]
 
 
-def _gradient_of_queries(
-    call: Call, q: jax.Array, v: jax.Array, launch: dict[str, Any]
-) -> jax.Array:
+def _gradient_of_queries(call: Call, q: jax.Array, v: jax.Array) -> jax.Array:
     (_, q_len, _, head_dim), value_dim = q.shape, v.shape[3]
     tiles = call.tiles
 
@@ -191,13 +176,11 @@ def _gradient_of_queries(
         dq = jnp.where(share == 0.0, 0.0, call.options.softmax_scale * share * total)
         store(outputs[0], dq, (left, head_dim))
 
-    (dq,) = call.run(body, name="flash_attention_dq", outputs=[(q, call.queries(q))], **launch)
+    (dq,) = call.run(body, name="flash_attention_dq", outputs=[(q, call.queries(q))])
     return dq
 
 
-def _gradient_of_keys(
-    call: Call, q: jax.Array, k: jax.Array, v: jax.Array, launch: dict[str, Any]
-) -> list[jax.Array]:
+def _gradient_of_keys(call: Call, q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
     q_len, kv_len, features = q.shape[1], k.shape[1], (k.shape[3], v.shape[3])
     tiles = call.tiles
 
@@ -237,4 +220,4 @@ def _gradient_of_keys(
         store(outputs[1], dv, (left, features[1]))
 
     outputs = [(x, call.keys(x)) for x in (k, v)]
-    return call.run(body, name="flash_attention_dkv", outputs=outputs, **launch)
+    return call.run(body, name="flash_attention_dkv", outputs=outputs)

@@ -178,7 +178,6 @@ class Call(pallas.Call):
         name: str,
         outputs: list[tuple[Any, Spec]],
         scratch: list[tuple[int, int]],
-        interpret: bool,
     ) -> list[jax.Array]:
         """Run `body(call, at, refs, outputs, scratch)`; outputs are given by dtype and block."""
         tiles, count, names = self.tiles, len(self.scalars), [*self.scalars, *self.operands]
@@ -224,7 +223,7 @@ class Call(pallas.Call):
             ),
             out_shape=[whole(dtype, shape) for dtype, (shape, _) in outputs],
             compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
-            interpret=interpret,
+            interpret=self.interpret,
             name=name,
         )(*self.scalars.values(), *(array for array, _ in self.operands.values()))
         return results

@@ -39,14 +39,7 @@ from .call import LANES, Call
 
 @usual_promotion
 def forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    options: Options,
-    *,
-    block_q: int,
-    block_k: int,
-    interpret: bool = False,
+    q: jax.Array, k: jax.Array, v: jax.Array, options: Options, **sizes: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Attention, and the logarithm of its softmax denominators: arrays as in `xla.forward`.
 
@@ -57,22 +50,19 @@ def forward(
       block_k: most keys in a tile; rounded up to a multiple of 128.
       interpret: run on any device, slowly.
     """
-    call = Call.of(q, k, v, options, block_q=block_q, block_k=block_k)
+    call = Call.of(q, k, v, options, **sizes)
     rows, features = call.tiles.block_q, v.shape[3]
     out, lse = call.run(
         _forward_body,
         name="flash_attention_forward",
         outputs=[(q.dtype, call.queries(features)), (jnp.float32, call.rows)],
         scratch=[(rows, LANES), (rows, LANES), (rows, features)],
-        interpret=interpret,
     )
     return _sequence_first(out, q), lse[:, :, 0, : q.shape[1]]
 
 
 @usual_promotion
-def backward(
-    results: Results, options: Options, *, interpret: bool = False, **blocks: Any
-) -> Gradients:
+def backward(results: Results, options: Options, **sizes: Any) -> Gradients:
     """Gradients of `q`, `k`, `v`, and of `sinks` by name if there are any; none of a bias.
 
     The other arguments are as in `forward`; the blocks may differ from those used there.
@@ -80,14 +70,13 @@ def backward(
     q, k, v, _, _, dout, _ = results
 
     def statistics(*, turned: bool) -> Statistics:
-        call = Call.of(q, k, v, options, dout=dout, turned=turned, **blocks)
+        call = Call.of(q, k, v, options, dout=dout, turned=turned, **sizes)
         rows = call.tiles.block_q
         found = call.run(
             _statistics_body,
             name="flash_attention_statistics",
             outputs=[(jnp.float32, call.rows)] * 3,
             scratch=[(1, rows) if turned else (rows, LANES)] * 3,
-            interpret=interpret,
         )
         return Statistics(*(x[:, :, 0, : q.shape[1]] for x in found))
 
@@ -100,26 +89,24 @@ def backward(
         return found
 
     def of_queries(rows: Rows) -> jax.Array:
-        call = Call.of(q, k, v, options, dout=dout, rows=rows._asdict(), **blocks)
+        call = Call.of(q, k, v, options, dout=dout, rows=rows._asdict(), **sizes)
         size, features = call.tiles.block_q, q.shape[3]
         (dq,) = call.run(
             _query_gradient_body,
             name="flash_attention_dq",
             outputs=[(q.dtype, call.queries(features))],
             scratch=[(size, LANES), (size, LANES), (size, features)],
-            interpret=interpret,
         )
         return _sequence_first(dq, q)
 
     def of_keys(dout: jax.Array, rows: dict[str, jax.Array]) -> list[jax.Array]:
         turned: Any = {"keys_first": True, "turned": True}
-        call = Call.of(q, k, v, options, dout=dout, rows=rows, **turned, **blocks)
+        call = Call.of(q, k, v, options, dout=dout, rows=rows, **turned, **sizes)
         found = call.run(
             _key_gradient_body,
             name="flash_attention_dkv",
             outputs=[(x.dtype, call.keys(x.shape[3])) for x in (k, v)],
             scratch=[(call.tiles.block_k, x.shape[3]) for x in (k, v)],
-            interpret=interpret,
         )
         return [_sequence_first(x, k) for x in found]
 

@@ -95,16 +95,15 @@ def partial_gradients(
     options: Options,
     *,
     differentiate_bias: bool,
-    block_q: int,
-    block_k: int,
-    block_heads: int | None = None,
     dtype: Any = None,
+    block_heads: int | None = None,
+    **blocks: int,
 ) -> Gradients:
     """What these keys contribute, with the statistics of all keys: `dq`, `dk`, `dv` and `bias`.
 
     `dtype` is that of the gradients; None: each that of its input.
     """
-    tiles = tiles_of(q, k, block_q, block_k)
+    tiles = tiles_of(q, k, **blocks)
     lengths = (tiles.padded_q_len, tiles.padded_kv_len, tiles.padded_kv_len)
     in_tiles = (
         as_row(pad(x, tiles.padded_q_len, 2, appended), tiles.group)

@@ -80,9 +80,8 @@ def partial_forward(
     options: Options,
     *,
     apart: bool,
-    block_q: int,
-    block_k: int,
     block_heads: int | None = None,
+    **blocks: int,
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Attention to these keys, and its log-sum-exp; with `apart` what joins it with that to others.
 
@@ -90,7 +89,7 @@ def partial_forward(
     query and the sum of its weights, relative to that; -inf and one for a query that sees no key.
     """
     dtype = accumulation_dtype(q.dtype)
-    tiles = tiles_of(q, k, block_q, block_k)
+    tiles = tiles_of(q, k, **blocks)
     options = padded(options, tiles)
     slices = Slices.of(q, k, block_heads)
     q = pad(q, tiles.padded_q_len, 1)

@@ -38,17 +38,16 @@ def statistics(
     dout: jax.Array,
     options: Options,
     *,
-    block_q: int,
-    block_k: int,
-    block_heads: int | None = None,
     only_if: jax.Array | None = None,
+    block_heads: int | None = None,
+    **blocks: int,
 ) -> Statistics:
     """The statistics of the rows over these keys; as if there were none, unless `only_if`.
 
     A tile computes the products of the backward pass. Nothing is multiplied by its weights but
     numbers of the same row and key: so nothing has to be cleaned, as it is for that pass.
     """
-    tiles = tiles_of(q, k, block_q, block_k)
+    tiles = tiles_of(q, k, **blocks)
     options = padded(options, tiles)
     like = as_row(pad(rows.shift, tiles.padded_q_len, 2), tiles.group)
 

@@ -63,11 +63,6 @@ def block(x: jax.Array, index: Index, size: int, axis: int) -> jax.Array:
     return x if size == x.shape[axis] else span(x, times(index, size), size, axis)
 
 
-def set_block(x: jax.Array, index: Index, new: jax.Array, axis: int) -> jax.Array:
-    """The array with another `index`-th block along an axis."""
-    return set_span(x, times(index, new.shape[axis]), new, axis)
-
-
 def span(x: jax.Array, start: Index, size: int, axis: int) -> jax.Array:
     """`size` entries along an axis; the array itself if it is all of it."""
     if size == x.shape[axis]:

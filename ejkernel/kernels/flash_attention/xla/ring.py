@@ -38,7 +38,7 @@ from ..rows import Statistics, exact_rows, is_large, sinks_gradient, softmax_sta
 from .backward import partial_gradients
 from .forward import partial_forward
 from .large_scores import statistics
-from .layout import block, filled, loop, set_block
+from .layout import block, filled, loop, set_span
 
 
 @usual_promotion
@@ -198,4 +198,5 @@ def _with_part(whole: jax.Array, part: jax.Array, owner: jax.Array) -> jax.Array
     """A bias gradient with that of one share's columns added; if it has none, the sum."""
     if whole.shape == part.shape:
         return whole + part
-    return set_block(whole, owner, block(whole, owner, part.shape[3], 3) + part, 3)
+    size = part.shape[3]
+    return set_span(whole, owner * size, block(whole, owner, size, 3) + part, 3)

@@ -77,10 +77,6 @@ class Slice:
     example: Index
     head: Index
 
-    @property
-    def is_all(self) -> bool:
-        return self.slices.count == 1
-
     def queries(self, x: jax.Array) -> jax.Array:
         """Its part of a `(batch, length, heads, d)` array."""
         return self._take(x, 2, self.slices.heads * self.slices.group)
@@ -106,7 +102,7 @@ class Slice:
 
     def options(self, options: Options) -> Options:
         """Its part of the options."""
-        if self.is_all:
+        if self.slices.count == 1:
             return options
         rows = self.slices.heads * self.slices.group
         given = {name: x for name, x in vars(options).items() if x is not None}
