@@ -84,25 +84,6 @@ def flash_attention(
     >>> lse.shape
     (2, 4, 100)
     """
-    arrays, options = checked(
-        q,
-        k,
-        v,
-        causal=causal,
-        softmax_scale=softmax_scale,
-        bias=bias,
-        mask=mask,
-        segment_ids=segment_ids,
-        kv_segment_ids=kv_segment_ids,
-        window=window,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-        q_lengths=q_lengths,
-        kv_lengths=kv_lengths,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        return_lse=return_lse,
-        sequence_axis=sequence_axis,
-    )
+    arrays, options = checked(q, k, v, given=locals())
     options |= given_options("flash_attention", implementation, cfg)
     return _kernel(*arrays, **options)

@@ -22,9 +22,10 @@ from attention_cases import (
 )
 
 from ejkernel.kernels.flash_attention.options import Options
+from ejkernel.kernels.flash_attention.tiles import Tiles
 from ejkernel.kernels.flash_attention.xla.forward import forward
-from ejkernel.kernels.flash_attention.xla.tile import Tile
-from ejkernel.kernels.flash_attention.xla.tiling import Needed, Tiling
+from ejkernel.kernels.flash_attention.xla.needed import Needed
+from ejkernel.kernels.flash_attention.xla.scores import Scores
 from ejkernel.modules import flash_attention
 
 MASK = np.random.default_rng(5).random((BATCH, HEADS, Q_LEN, KV_LEN)) < 0.6
@@ -85,8 +86,8 @@ def test_dropout_does_not_depend_on_blocks() -> None:
 
 def tiles_needed(**options: Any) -> tuple[int, int]:
     """How many tiles the loops of the forward and of the backward pass go through."""
-    tiling = Tiling(q_len=64, k_len=64, group=1, q_blocks=8, k_blocks=8)
-    needed = Needed.of(tiling, Options(**{"causal": False, "softmax_scale": 1.0, **options}))
+    tiles = Tiles(q_len=64, kv_len=64, block_q=8, block_k=8)
+    needed = Needed.of(tiles, Options(**{"causal": False, "softmax_scale": 1.0, **options}))
     ahead = [needed.keys_seen_by(i) for i in range(8)]
     back = [needed.queries_seeing(j) for j in range(8)]
     return tuple(sum(max(0, int(end) - int(begin)) for begin, _, end in x) for x in (ahead, back))
@@ -112,17 +113,17 @@ def test_what_is_not_seen_is_not_computed() -> None:
 
 def test_only_the_needed_tiles_are_computed() -> None:
     seen = []
-    original = Tile.apply
+    original = Scores.apply
 
-    def counting(self: Tile, products: jax.Array, i: Any, j: Any, **keywords: Any) -> Any:
+    def counting(self: Scores, products: jax.Array, i: Any, j: Any, **keywords: Any) -> Any:
         jax.debug.callback(lambda *at: seen.append(at), i, j)
         return original(self, products, i, j, **keywords)
 
     inputs = arrays(64, 64, batch=1, heads=1, kv_heads=1)
     segments = jnp.arange(64)[None] // 16
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tile, "apply", counting)
-        blocks = {"block_q": 8, "block_k": 8, "causal": True, "softmax_scale": 1.0}
-        forward(**inputs, **blocks, segment_ids=segments)
+        patch.setattr(Scores, "apply", counting)
+        options = Options(causal=True, softmax_scale=1.0, segment_ids=segments)
+        forward(**inputs, options=options, block_q=8, block_k=8)
         jax.effects_barrier()
     assert len(seen) == 4 * 3

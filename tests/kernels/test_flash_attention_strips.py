@@ -13,9 +13,8 @@ import pytest
 
 from ejkernel.kernels.flash_attention.options import Options
 from ejkernel.kernels.flash_attention.reference import attention_reference
-from ejkernel.kernels.flash_attention.xla.diagonal import strips
 from ejkernel.kernels.flash_attention.xla.forward import forward
-from ejkernel.kernels.flash_attention.xla.tiling import Tiling
+from ejkernel.kernels.flash_attention.xla.needed import strips, tiles_of
 
 
 def arrays(
@@ -27,15 +26,14 @@ def arrays(
 
 
 def cut(q: jax.Array, k: jax.Array, block_q: int, block_k: int, **options: Any) -> Any:
-    tiling = Tiling.of(q, k, block_q, block_k)
-    return strips(tiling, Options(**{"causal": True, "softmax_scale": 0.3} | options))
+    tiles = tiles_of(q, k, block_q, block_k)
+    return strips(tiles, Options(**{"causal": True, "softmax_scale": 0.3} | options))
 
 
 def assert_right(inputs: list[jax.Array], block_q: int, block_k: int, **options: Any) -> None:
     options = {"causal": True, "softmax_scale": 0.3, **options}
-    ours = jax.jit(partial(forward, block_q=block_q, block_k=block_k, block_heads=1, **options))(
-        *inputs
-    )
+    blocks = {"block_q": block_q, "block_k": block_k, "block_heads": 1}
+    ours = jax.jit(partial(forward, options=Options(**options), **blocks))(*inputs)
     plain = attention_reference(*inputs, **options, return_lse=True)
     for name, x, y in zip(("out", "lse"), ours, plain, strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5, err_msg=name)
@@ -122,9 +120,8 @@ def test_less_is_computed() -> None:
     inputs = arrays(1024, 1024)
 
     def operations(causal: bool) -> float:
-        run = partial(
-            forward, causal=causal, softmax_scale=0.3, block_q=1024, block_k=1024, block_heads=4
-        )
+        options = Options(causal, softmax_scale=0.3)
+        run = partial(forward, options=options, block_q=1024, block_k=1024, block_heads=4)
         return jax.jit(run).lower(*inputs).compile().cost_analysis()["flops"]
 
     assert operations(True) < 0.75 * operations(False)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel.kernels.flash_attention.options import Options
 from ejkernel.kernels.flash_attention.passes import Results
 from ejkernel.kernels.flash_attention.reference import attention_reference
 from ejkernel.kernels.flash_attention.xla.backward import backward as xla_backward
@@ -23,20 +24,20 @@ Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 def flash(causal: bool, scale: float, block_q: int, block_k: int) -> Attention:
     """`forward` and `backward` joined, with different blocks in the two directions."""
-    mask_and_scale: dict[str, Any] = {"causal": causal, "softmax_scale": scale}
-    ahead = {**mask_and_scale, "block_q": block_q, "block_k": block_k}
-    back = {**mask_and_scale, "block_q": block_k, "block_k": block_q}
+    options = Options(causal, scale)
+    ahead = {"block_q": block_q, "block_k": block_k}
+    back = {"block_q": block_k, "block_k": block_q}
 
     @jax.custom_vjp
     def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return forward(q, k, v, **ahead)[0]
+        return forward(q, k, v, options, **ahead)[0]
 
     def save(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-        out, lse = forward(q, k, v, **ahead)
+        out, lse = forward(q, k, v, options, **ahead)
         return out, (q, k, v, out, lse)
 
     def pull_back(saved: Any, dout: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return xla_backward(Results(*saved, dout, None), **back)[:3]
+        return xla_backward(Results(*saved, dout, None), options, **back)[:3]
 
     attention.defvjp(save, pull_back)
     return attention
@@ -182,8 +183,8 @@ def test_causal_tiles_are_small_where_a_batch_of_them_uses_all_cores() -> None:
 
 def test_log_sum_exp() -> None:
     q, k, v, _ = inputs(19, 23)
-    options = {"causal": False, "softmax_scale": 0.3, "block_q": 8, "block_k": 8}
-    _, lse = jax.jit(partial(forward, **options))(q, k, v)
+    run = partial(forward, options=Options(False, 0.3), block_q=8, block_k=8)
+    _, lse = jax.jit(run)(q, k, v)
     scores = 0.3 * np.einsum("bqhd,bkhd->bhqk", q, k)
     assert lse.dtype == jnp.float32
     np.testing.assert_allclose(lse, np.log(np.exp(scores).sum(-1)), rtol=1e-5, atol=1e-5)
@@ -211,7 +212,7 @@ def test_no_keys_gives_zeros() -> None:
 def test_heads_that_do_not_divide_are_refused() -> None:
     q, k, v, _ = inputs(4, 4, q_heads=3, kv_heads=2)
     with pytest.raises(ValueError, match="3 query heads"):
-        forward(q, k, v, causal=False, softmax_scale=1.0, block_q=4, block_k=4)
+        forward(q, k, v, Options(False, 1.0), block_q=4, block_k=4)
 
 
 def test_vmap() -> None:

@@ -6,6 +6,7 @@ Everything is checked by shape and dtype alone, so errors come while tracing, un
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -30,62 +31,48 @@ _NAME = "flash_attention"
 
 
 def checked(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    causal: Any,
-    softmax_scale: Any,
-    bias: Any,
-    mask: Any,
-    segment_ids: Any,
-    kv_segment_ids: Any,
-    window: Any,
-    logits_soft_cap: Any,
-    sinks: Any,
-    q_lengths: Any,
-    kv_lengths: Any,
-    dropout_rate: Any,
-    dropout_key: Any,
-    return_lse: Any,
-    sequence_axis: Any,
+    q: Any, k: Any, v: Any, given: Mapping[str, Any]
 ) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
-    """The arguments and keywords of the kernel from those of a user; errors name what is wrong."""
+    """The arguments and keywords of the kernel from those of a user; errors name what is wrong.
+
+    `given` has all keywords of `ejkernel.modules.flash_attention`.
+    """
     q, k, v = _checked_arrays(q, k, v)
     (batch, q_len, heads, head_dim), kv_len = q.shape, k.shape[1]
-    causal = checked_flag(_NAME, "causal", causal)
-    scale = head_dim**-0.5
-    if softmax_scale is not None:
+    options: dict[str, Any] = {
+        "causal": checked_flag(_NAME, "causal", given["causal"]),
+        "softmax_scale": head_dim**-0.5,
+    }
+    if given["softmax_scale"] is not None:
         advice = "for a learned scale multiply q by it"
-        scale = checked_number(_NAME, "softmax_scale", softmax_scale, advice=advice)
-    options: dict[str, Any] = {"causal": causal, "softmax_scale": scale}
+        number = checked_number(_NAME, "softmax_scale", given["softmax_scale"], advice=advice)
+        options["softmax_scale"] = number
     whole = (q_len, kv_len)  # of all devices
-    if sequence_axis is not None:
-        devices = _axis_size(sequence_axis)
+    if given["sequence_axis"] is not None:
+        options["sequence_axis"] = given["sequence_axis"]
+        devices = _axis_size(given["sequence_axis"])
         whole = (q_len * devices, kv_len * devices)
-        kv_len = whole[1]
-        options["sequence_axis"] = sequence_axis
-    table_shape = (batch, heads, q_len, kv_len)
-    if bias is not None:
-        options["bias"] = _checked_table("bias", bias, table_shape, boolean=False)
-    if mask is not None:
-        options["mask"] = _checked_table("mask", mask, table_shape, boolean=True)
-    if segment_ids is not None or kv_segment_ids is not None:
-        options |= _checked_segments(segment_ids, kv_segment_ids, batch, q_len, k.shape[1])
-    if window is not None:
-        band = checked_window(window, causal, *whole)
+    for name in ("bias", "mask"):
+        if given[name] is not None:
+            options[name] = _checked_table(name, given[name], (batch, heads, q_len, whole[1]))
+    segments = given["segment_ids"], given["kv_segment_ids"]
+    if any(ids is not None for ids in segments):
+        options |= _checked_segments(*segments, batch, q_len, kv_len)
+    if given["window"] is not None:
+        band = checked_window(given["window"], options["causal"], *whole)
         options |= {} if band is None else {"window": band}
-    if logits_soft_cap is not None:
-        options["logits_soft_cap"] = checked_soft_cap(_NAME, logits_soft_cap)
-    if sinks is not None:
-        options["sinks"] = _checked_sinks(sinks, heads)
-    given = (("q_lengths", q_lengths, whole[0]), ("kv_lengths", kv_lengths, whole[1]))
-    for name, lengths, longest in given:
-        if lengths is not None:
-            options[name] = _checked_lengths(name, lengths, batch, longest)
-    if dropout_key is not None or not isinstance(dropout_rate, float) or dropout_rate:
-        options |= _checked_dropout(dropout_rate, dropout_key)
-    if return_lse is not False and checked_flag(_NAME, "return_lse", return_lse):
+    if given["logits_soft_cap"] is not None:
+        options["logits_soft_cap"] = checked_soft_cap(_NAME, given["logits_soft_cap"])
+    if given["sinks"] is not None:
+        options["sinks"] = _checked_sinks(given["sinks"], heads)
+    for name, longest in zip(("q_lengths", "kv_lengths"), whole, strict=True):
+        if given[name] is not None:
+            lengths = _checked_integers_of(name, given[name], (batch,), "(batch,)")
+            options[name] = to_int32(lengths, 0, longest)
+    rate, key = given["dropout_rate"], given["dropout_key"]
+    if key is not None or not isinstance(rate, float) or rate:
+        options |= _checked_dropout(rate, key)
+    if given["return_lse"] is not False and checked_flag(_NAME, "return_lse", given["return_lse"]):
         options["return_lse"] = True
     return (q, k, v), options
 
@@ -177,16 +164,16 @@ def _side(window: Any, side: Any, allowed: str) -> int | None:
     return size
 
 
-def _checked_table(name: str, table: Any, shape: tuple[int, int, int, int], boolean: bool) -> Any:
+def _checked_table(name: str, table: Any, shape: tuple[int, int, int, int]) -> Any:
     """`bias` or `mask` with four axes, of which some may be 1."""
     table = checked_array(_NAME, name, table)
     given, dtype = table.shape, table.dtype
-    if boolean and dtype != jnp.bool_:
+    if name == "mask" and dtype != jnp.bool_:
         raise TypeError(
             f"flash_attention: mask is {dtype}; it must be boolean, True where a query sees a key. "
             "What is to be added to the scores is the bias"
         )
-    if not boolean and not jnp.issubdtype(dtype, jnp.floating):
+    if name == "bias" and not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
             f"flash_attention: bias is {dtype}; it must be a floating type"
             + (". A boolean array is a mask" if dtype == jnp.bool_ else "")
@@ -202,11 +189,6 @@ def _checked_table(name: str, table: Any, shape: tuple[int, int, int, int], bool
     if len(given) < 4:
         return jnp.reshape(table, (1,) * (4 - len(given)) + given)
     return table
-
-
-def _checked_lengths(name: str, lengths: Any, batch: int, longest: int) -> Any:
-    """How many queries or keys of each sequence exist, as int32."""
-    return to_int32(_checked_integers_of(name, lengths, (batch,), "(batch,)"), 0, longest)
 
 
 def _checked_integers_of(name: str, array: Any, shape: tuple[int, ...], meaning: str) -> jax.Array:

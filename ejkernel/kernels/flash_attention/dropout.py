@@ -20,8 +20,6 @@ numbers are the same.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -49,18 +47,13 @@ def keep_mask(
     """
     first, second = jnp.uint32(0), jnp.uint32(0x9E3779B9)
     words = [key[i] for i in range(key.shape[0])]
-    for word in (*words, *(_uint32(x) for x in (batch, head, query))):
+    *row, kv = (jnp.asarray(x).astype(jnp.uint32) for x in (batch, head, query, kv))
+    for word in (*words, *row):
         first = _mix(first ^ word)
         second = _mix(second + first)
         first = first ^ second
-    found = _mix(first + _uint32(kv), second)
-    keep: jax.Array = found >= jnp.uint32(min(int(rate * 2**32), 2**32 - 1))
+    keep: jax.Array = _mix(first + kv, second) >= jnp.uint32(min(int(rate * 2**32), 2**32 - 1))
     return keep
-
-
-def _uint32(x: Any) -> jax.Array:
-    found: jax.Array = jnp.asarray(x).astype(jnp.uint32)
-    return found
 
 
 def _mix(x: jax.Array, halfway: jax.Array | None = None) -> jax.Array:
@@ -68,5 +61,4 @@ def _mix(x: jax.Array, halfway: jax.Array | None = None) -> jax.Array:
     if halfway is not None:
         x = x ^ halfway
     x = (x ^ (x >> jnp.uint32(15))) * jnp.uint32(0x846CA68B)
-    found: jax.Array = x ^ (x >> jnp.uint32(16))
-    return found
+    return jnp.bitwise_xor(x, x >> jnp.uint32(16))

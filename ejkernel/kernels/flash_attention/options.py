@@ -1,4 +1,4 @@
-"""What a call of attention asks for beside its queries, keys and values."""
+"""What a call of attention asks for in addition to its queries, keys and values."""
 
 from __future__ import annotations
 
@@ -14,19 +14,10 @@ BY_EXAMPLE = ("segment_ids", "q_lengths", "kv_lengths")
 
 Window = tuple[int | None, int | None]
 
-
-# Positions and their sums with a side of a window are int32.
-_FARTHEST = 2**30
+_FARTHEST = 2**30  # positions and their sums with a side of a window are int32
 
 
-def limited(window: Window | None) -> Window | None:
-    """The window with sides that positions can be added to."""
-    if window is None:
-        return None
-    left, right = (None if side is None else min(side, _FARTHEST) for side in window)
-    return left, right
-
-
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Options:
     """The options of one call, under the names that users give them.
@@ -52,6 +43,7 @@ class Options:
     kv_lengths: jax.Array | None = None
     dropout_rate: float = 0.0
     dropout_key: jax.Array | None = None
+    sequence_axis: str | None = None
     first_query: Index = 0
     first_key: Index = 0
     first_example: Index = 0
@@ -60,7 +52,9 @@ class Options:
     def __post_init__(self) -> None:
         if self.segment_ids is not None and self.kv_segment_ids is None:
             object.__setattr__(self, "kv_segment_ids", self.segment_ids)
-        object.__setattr__(self, "window", limited(self.window))
+        if self.window is not None:
+            sides = (None if side is None else min(side, _FARTHEST) for side in self.window)
+            object.__setattr__(self, "window", tuple(sides))
 
     @property
     def band(self) -> Window:
@@ -77,6 +71,11 @@ class Options:
     def hides_anywhere(self) -> bool:
         """True if every tile may hold scores that do not count."""
         return self.mask is not None or self.by_example or self.band[0] is not None
+
+    @property
+    def may_hide(self) -> bool:
+        """True if there may be a query that does not see all keys."""
+        return self.hides_anywhere or self.bias is not None or self.band[1] is not None
 
     def replace(self, **changes: Any) -> Options:
         """The same with some fields changed."""

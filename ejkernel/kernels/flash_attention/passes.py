@@ -1,18 +1,18 @@
-"""The two passes of an implementation, as `Implementation` takes them, around what differs."""
+"""What surrounds the two passes of every implementation, and what their configs have in common."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Self
 
 import jax
 
-Options = Mapping[str, Any]
-"""The keywords of a call, without `return_lse`."""
+from ejkernel.ops import Implementation, Invocation
 
-Sizes = dict[str, Any]
-"""The fields of a config that are for one pass: `block_q`, `block_k`, and what else it has."""
+from .options import Options
+
+_BACKWARD = "backward_"
 
 
 class Gradients(NamedTuple):
@@ -36,41 +36,87 @@ class Results(NamedTuple):
     dlse: jax.Array | None  # None: zero
 
 
-class Passes(NamedTuple):
-    """The functions of the same names that an `Implementation` has."""
-
-    forward: Callable[..., Any]
-    forward_with_residuals: Callable[..., tuple[Any, jax.Array]]
-    backward: Callable[..., Gradients]
+Choices = Iterable[tuple[int, ...]]
 
 
-def passes_of(
-    heuristic: Callable[..., Any],
+@dataclasses.dataclass(frozen=True)
+class PassesConfig:
+    """Fields for the forward pass, and the same for the backward pass with `backward_` in front.
+
+    None leaves a field to the heuristic.
+    """
+
+    @classmethod
+    def of(cls, q: Any, k: Any, v: Any, options: Options) -> Self:
+        """The heuristic config of a call."""
+        raise NotImplementedError
+
+    @classmethod
+    def choices(cls, q: Any, k: Any, v: Any) -> tuple[Choices, Choices]:
+        """Values worth trying for the fields of the forward and of the backward pass."""
+        raise NotImplementedError
+
+    @classmethod
+    def heuristic(cls, inv: Invocation[Any, Any]) -> Self:
+        """A config that is good without measuring."""
+        keywords = {"causal": False, "softmax_scale": 1.0, **inv.kwargs}
+        names = {field.name for field in dataclasses.fields(Options)}
+        q, k, v = inv.args
+        return cls.of(q, k, v, Options(**{n: x for n, x in keywords.items() if n in names}))
+
+    @classmethod
+    def space(cls, inv: Invocation[Any, Any]) -> list[Self]:
+        """Configs with other values for one pass, and the heuristic ones for the other.
+
+        The passes do not share anything, so there is no need to combine them.
+        """
+        if "sequence_axis" in inv.kwargs:
+            return []  # a tuner measures outside of the mesh, where there is no ring
+        names = [field.name for field in dataclasses.fields(cls)]
+        half = len(names) // 2
+        return [
+            dataclasses.replace(cls.heuristic(inv), **dict(zip(fields, values, strict=True)))
+            for fields, choices in zip(
+                (names[:half], names[half:]), cls.choices(*inv.args), strict=True
+            )
+            for values in choices
+        ]
+
+    def sizes(self, given: PassesConfig | None = None, *, backward: bool) -> dict[str, Any]:
+        """The fields of one pass, under the names of the forward pass; `given` ones go first."""
+        values = {n: x for n, x in vars(given or self).items() if x is not None}
+        return {
+            name.removeprefix(_BACKWARD): value
+            for name, value in (vars(self) | values).items()
+            if name.startswith(_BACKWARD) == backward
+        }
+
+
+def implementation(
+    *,
     attend: Callable[..., tuple[jax.Array, jax.Array]],
-    differentiate: Callable[[Results, Sizes, Options], Gradients],
-    differentiate_with_bias: Callable[[Results, Sizes, Options], Gradients],
-) -> Passes:
-    """The passes of an implementation.
+    differentiate: Callable[..., Gradients],
+    differentiate_with_bias: Callable[..., Gradients],
+    config: type[PassesConfig],
+    **fields: Any,
+) -> Implementation[Any, Any]:
+    """An implementation around its two passes.
 
     Args:
-      heuristic: `heuristic(q, k, v, **options)` gives the config of a call, from which the fields
-        come that a given config leaves open.
-      attend: `attend(q, k, v, sizes, options)` gives the output and the log-sum-exp.
-      differentiate: gives the gradients of `q`, `k`, `v` and `sinks`.
+      attend: `attend(q, k, v, options, **sizes)` gives the output and the log-sum-exp.
+      differentiate: `differentiate(results, options, **sizes)` gives the gradients of `q`, `k`, `v`
+        and `sinks`.
       differentiate_with_bias: gives these, and that of the bias.
+      config: the class of its configs.
+      **fields: the other arguments of `Implementation`.
     """
 
     def forward_with_residuals(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        *,
-        cfg: Any,
-        return_lse: bool = False,
-        **options: Any,
+        q: Any, k: Any, v: Any, *, cfg: Any, return_lse: bool = False, **keywords: Any
     ) -> tuple[Any, jax.Array]:
-        sizes = forward_sizes(completed(cfg, heuristic(q, k, v, **options)))
-        out, lse = attend(q, k, v, sizes, options)
+        options = Options(**keywords)
+        sizes = config.of(q, k, v, options).sizes(cfg, backward=False)
+        out, lse = attend(q, k, v, options, **sizes)
         return ((out, lse) if return_lse else out), lse
 
     def forward(*arrays: jax.Array, **keywords: Any) -> Any:
@@ -87,49 +133,20 @@ def passes_of(
         cfg: Any,
         differentiated: frozenset[str],
         return_lse: bool = False,
-        **options: Any,
+        **keywords: Any,
     ) -> Gradients:
         dlse = None
         if return_lse:
             (out, _), (dout, dlse) = out, dout
-        sizes = backward_sizes(completed(cfg, heuristic(q, k, v, **options)))
+        options = Options(**keywords)
+        sizes = config.of(q, k, v, options).sizes(cfg, backward=True)
         run = differentiate_with_bias if "bias" in differentiated else differentiate
-        return run(Results(q, k, v, out, lse, dout, dlse), sizes, options)
+        return run(Results(q, k, v, out, lse, dout, dlse), options, **sizes)
 
-    return Passes(forward, forward_with_residuals, backward)
-
-
-def completed(cfg: Any, heuristic: Any) -> Any:
-    """The config, with the values of the heuristic one for fields that are None."""
-    given = {name: value for name, value in vars(cfg).items() if value is not None}
-    return dataclasses.replace(heuristic, **given)
-
-
-_BACKWARD = "backward_"
-
-
-def forward_sizes(cfg: Any) -> Sizes:
-    """The fields of a config that are for the forward pass."""
-    return {name: value for name, value in vars(cfg).items() if not name.startswith(_BACKWARD)}
-
-
-def backward_sizes(cfg: Any) -> Sizes:
-    """The fields for the backward pass, under the names of those of the forward pass."""
-    of_backward = {n: value for n, value in vars(cfg).items() if n.startswith(_BACKWARD)}
-    return {n.removeprefix(_BACKWARD): value for n, value in of_backward.items()}
-
-
-def each_pass_varied(
-    heuristic: Any, forward: Iterable[tuple[int, ...]], backward: Iterable[tuple[int, ...]]
-) -> list[Any]:
-    """Configs with other values for the fields of one pass, and the heuristic ones of the other.
-
-    The passes do not share anything, so there is no need to combine them.
-    """
-    ahead = list(forward_sizes(heuristic))
-    back = [_BACKWARD + name for name in backward_sizes(heuristic)]
-    return [
-        dataclasses.replace(heuristic, **dict(zip(fields, values, strict=True)))
-        for fields, choices in ((ahead, forward), (back, backward))
-        for values in choices
-    ]
+    return Implementation(
+        config=config,
+        forward=forward,
+        forward_with_residuals=forward_with_residuals,
+        backward=backward,
+        **fields,
+    )

@@ -12,7 +12,7 @@ from ejkernel.ops.utils.serialize import is_symbolic
 from ..dtypes import accumulation_dtype
 from ..promotion import usual_promotion
 from .dropout import keep_mask
-from .options import Options, Window
+from .options import Options
 from .scalars import ceil_div
 
 
@@ -24,19 +24,8 @@ def attention_reference(
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    kv_segment_ids: jax.Array | None = None,
-    window: Window | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
-    q_lengths: jax.Array | None = None,
-    kv_lengths: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: jax.Array | None = None,
     return_lse: bool = False,
-    first_query: int | jax.Array = 0,
+    **keywords: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Softmax attention that builds the whole score matrix.
 
@@ -58,19 +47,9 @@ def attention_reference(
         v: Values, ``(batch, k_len, kv_heads, value_dim)``.
         causal: If true, query ``i`` sees the keys ``j <= i`` (aligned at the top left).
         softmax_scale: Factor on the scores; ``head_dim ** -0.5`` if not given.
-        bias: Added to the scores, ``(batch, q_heads, q_len, k_len)``; axes may be 1.
-        mask: True where a query sees a key, of the same shapes as ``bias``.
-        segment_ids: A query sees the keys of its own segment, ``(batch, q_len)``.
-        kv_segment_ids: The segments of the keys, ``(batch, k_len)``.
-        window: Query ``i`` sees the keys from ``i - left`` to ``i + right``; None: without limit.
-        logits_soft_cap: The scores stay within plus and minus this.
-        sinks: A logit per query head that takes part in the denominator only, ``(q_heads,)``.
-        q_lengths: How many queries each sequence has; the others see nothing, ``(batch,)``.
-        kv_lengths: How many keys each sequence has, ``(batch,)``.
-        dropout_rate: Share of the weights that are dropped.
-        dropout_key: Words of the key that chooses them, see :mod:`.dropout`.
         return_lse: If true, also return :math:`l`.
-        first_query: Position of the first row of ``q`` in its sequence.
+        **keywords: The other fields of ``Options``, but ``sequence_axis``; they mean what they mean
+            in ``ejkernel.modules.flash_attention``.
 
     Returns:
         ``(batch, q_len, q_heads, value_dim)`` in the dtype of ``q``, computed in float32 (float64
@@ -89,28 +68,31 @@ def attention_reference(
     _, k_len, kv_heads, _ = v.shape
     exact = jax.lax.Precision.HIGHEST
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    options = Options(causal, scale, **keywords)
+    if options.sequence_axis is not None:
+        raise TypeError("attention_reference has the whole sequence, and so no sequence_axis")
     repeat = q_heads // kv_heads
     wide = accumulation_dtype(q.dtype)
     exact_q = q.astype(wide)
     every_k = jnp.repeat(k.astype(wide), repeat, axis=2)
     every_v = jnp.repeat(v.astype(wide), repeat, axis=2)
 
-    row, key = jnp.arange(q_len)[:, None] + first_query, jnp.arange(k_len)[None, :]
-    left, right = Options(causal, scale, window=window).band
+    row, key = jnp.arange(q_len)[:, None] + options.first_query, jnp.arange(k_len)[None, :]
+    left, right = options.band
     visible = jnp.ones((batch, q_heads, q_len, k_len), bool)
     if right is not None:
         visible &= key <= row + right
     if left is not None:
         visible &= key >= row - left
-    if mask is not None:
-        visible &= mask
-    if segment_ids is not None:
-        of_keys = segment_ids if kv_segment_ids is None else kv_segment_ids
-        visible &= (segment_ids[:, :, None] == of_keys[:, None, :])[:, None]
-    if q_lengths is not None:
-        visible &= (row < q_lengths[:, None, None])[:, None]
-    if kv_lengths is not None:
-        visible &= (key < kv_lengths[:, None, None])[:, None]
+    if options.mask is not None:
+        visible &= options.mask
+    if options.segment_ids is not None and options.kv_segment_ids is not None:
+        of_keys = options.kv_segment_ids[:, None, :]
+        visible &= (options.segment_ids[:, :, None] == of_keys)[:, None]
+    if options.q_lengths is not None:
+        visible &= (row < options.q_lengths[:, None, None])[:, None]
+    if options.kv_lengths is not None:
+        visible &= (key < options.kv_lengths[:, None, None])[:, None]
 
     # Zero times NaN would be NaN, and so would be the derivative of what is hidden. So numbers that
     # are not finite leave the products, and those who see them get NaN through their scores.
@@ -122,18 +104,19 @@ def attention_reference(
     )
     scores = scale * jnp.einsum("bqhd,bkhd->bhqk", exact_q, every_k, precision=exact)
     scores = jnp.where(visible, jnp.where(bad_query | bad_key, jnp.nan, scores), 0.0)
-    if logits_soft_cap is not None:
-        scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
-    if bias is not None:
-        scores = scores + bias.astype(wide)
+    if options.logits_soft_cap is not None:
+        scores = options.logits_soft_cap * jnp.tanh(scores / options.logits_soft_cap)
+    if options.bias is not None:
+        scores = scores + options.bias.astype(wide)
     scores = jnp.where(visible, scores, -jnp.inf)
 
     # Subtracting the row maximum changes nothing but the range. A row without keys has the maximum
     # -inf, and -inf - -inf would be NaN, so such a row is shifted by nothing.
     row_max = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
     empty = jnp.isneginf(row_max)
-    if sinks is not None:
-        sinks = sinks.astype(wide).reshape(1, q_heads, 1, 1)
+    sinks = None
+    if options.sinks is not None:
+        sinks = options.sinks.astype(wide).reshape(1, q_heads, 1, 1)
         row_max = jnp.maximum(row_max, sinks)
     shift = jax.lax.stop_gradient(jnp.where(jnp.isneginf(row_max), 0.0, row_max))
     weights = jnp.exp(scores - shift)
@@ -142,16 +125,12 @@ def attention_reference(
         total = total + jnp.exp(sinks - shift)
     total = jnp.where(empty, 1.0, total)
     probabilities = jnp.where(visible, weights / total, 0.0)  # in a row of NaN too
-    if dropout_key is not None:
-        keep = keep_mask(
-            dropout_rate,
-            dropout_key,
-            jnp.arange(batch).reshape(batch, 1, 1, 1),
-            jnp.arange(q_heads).reshape(1, q_heads, 1, 1),
-            row[None, None],
-            key[None, None],
-        )
-        probabilities = jnp.where(keep, probabilities / (1 - dropout_rate), 0.0)
+    if options.dropout_key is not None:
+        rate = options.dropout_rate
+        example = jnp.arange(batch).reshape(batch, 1, 1, 1) + options.first_example
+        head = jnp.arange(q_heads).reshape(1, q_heads, 1, 1) + options.first_head
+        keep = keep_mask(rate, options.dropout_key, example, head, row[None, None], key[None, None])
+        probabilities = jnp.where(keep, probabilities / (1 - rate), 0.0)
 
     out = jnp.einsum("bhqk,bkhd->bqhd", probabilities, every_v, precision=exact).astype(q.dtype)
     if not return_lse:

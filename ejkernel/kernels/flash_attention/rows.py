@@ -3,6 +3,12 @@ r"""What the softmax of a row comes to: what a backward pass needs to rebuild it
 Usually that is the log-sum-exp, and `delta` of the results. Where the log-sum-exp is large, it has
 too few digits: then the rows are made of statistics that a pass over the keys has found. All is in
 the dtype of the log-sum-exp, float32 or float64.
+
+Numbers that are not finite stay with those who see them. A product with a weight of zero is NaN if
+the other factor is NaN or infinite. So what a query does not see, such as padding that was never
+written, has to be zero before it meets weights. A value with a number that is not finite is zero
+there, and its key is NaN where scores are computed: those who see it get NaN, as they should, and
+hiding a score hides that as well.
 """
 
 from __future__ import annotations
@@ -13,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .finite import may_hide, zero_if_not_finite
 from .options import Options
 from .scalars import scalar
 
@@ -31,6 +36,21 @@ class Rows(NamedTuple):
     shift: jax.Array
     share: jax.Array
     delta: jax.Array
+
+
+def zero_if_not_finite(x: jax.Array, counts: jax.Array | None = None) -> jax.Array:
+    """The array with zeros for NaN and infinity, and for everything that does not count."""
+    good = lax.is_finite(x)
+    if counts is not None:
+        good = lax.bitwise_and(good, lax.broadcast_in_dim(counts, x.shape, range(x.ndim)))
+    return lax.select(good, x, lax.full_like(x, 0))
+
+
+def keys_that_stay_apart(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys to compute scores with, and values to be weighted: see above."""
+    bad = lax.reduce_or(lax.bitwise_not(lax.is_finite(v)), (3,))
+    of_keys = lax.broadcast_in_dim(bad, k.shape, (0, 1, 2))
+    return lax.select(of_keys, lax.full_like(k, jnp.nan), k), zero_if_not_finite(v)
 
 
 def softmax_statistics(
@@ -58,23 +78,30 @@ def _as_logits(sinks: jax.Array, like: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(lax.convert_element_type(sinks, like.dtype), like.shape, (1,))
 
 
+def apart(shift: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Shift and `delta` of rows such that those who see what is not finite have NaN.
+
+    Whoever does has a log-sum-exp or a `delta` that is not finite. So it is enough to let such rows
+    have NaN for their shift, as long as hidden scores weigh nothing all the same.
+    """
+    bad = lax.bitwise_not(lax.bitwise_and(lax.is_finite(shift), lax.is_finite(delta)))
+    shift = lax.select(bad, lax.full_like(shift, jnp.nan), shift)
+    return shift, lax.select(bad, lax.full_like(delta, 0), delta)
+
+
 def with_shares(
     rows: Rows, dout: jax.Array, options: Options
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The shifts of the rows, and `delta` and `dout` multiplied by the shares.
 
-    Whoever sees something that is not finite has a log-sum-exp or a `delta` that is not. So it is
-    enough to let such rows have NaN for their shift, as long as hidden scores weigh nothing all the
-    same. `dout` is finite then.
+    Where anything may be hidden, rows are `apart` and `dout` is finite.
     """
     shift, share, delta = rows
     delta = lax.mul(delta, share)
     dout = lax.convert_element_type(dout, share.dtype)
     dout = lax.mul(dout, lax.broadcast_in_dim(share, dout.shape, (0, 2, 1)))
-    if may_hide(options):
-        bad = lax.bitwise_not(lax.bitwise_and(lax.is_finite(shift), lax.is_finite(delta)))
-        shift = lax.select(bad, lax.full_like(shift, jnp.nan), shift)
-        delta = lax.select(bad, lax.full_like(delta, 0), delta)
+    if options.may_hide:
+        shift, delta = apart(shift, delta)
         dout = zero_if_not_finite(dout)
     return shift, delta, dout
 
@@ -100,6 +127,12 @@ class Statistics(NamedTuple):
     largest: jax.Array
     total: jax.Array
     weighted: jax.Array
+
+    @staticmethod
+    def before(zeros: jax.Array, weighted: jax.Array | None = None) -> Statistics:
+        """Those of rows that have met no key; `weighted` are zeros of another shape, if any."""
+        lowest = lax.full_like(zeros, -float("inf"))
+        return Statistics(lowest, zeros, zeros if weighted is None else weighted)
 
 
 def exact_rows(

@@ -1,10 +1,12 @@
-"""Single numbers: indices that may be known while tracing or not, and constants beside arrays.
+"""Single numbers: indices that may be known while tracing or not, and constants for arrays.
 
 Written with `jax.lax`, as everything that an attention is traced of: see `xla/layout.py`.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
@@ -14,56 +16,39 @@ from jax import lax
 Index: TypeAlias = int | jax.Array
 
 
+def int32(index: Index) -> Any:
+    """The number as an operand of `lax`."""
+    return np.int32(index) if isinstance(index, int) else index
+
+
+def _either(known: Callable[..., int], traced: Callable[..., jax.Array]) -> Callable[..., Index]:
+    """A function of indices: of Python's, or in `lax` if any of them is traced."""
+
+    def run(*indices: Index) -> Index:
+        if all(isinstance(index, int) for index in indices):
+            return known(*indices)
+        return traced(*map(int32, indices))
+
+    return run
+
+
+minus = _either(operator.neg, lax.neg)
+smaller = _either(min, lax.min)
+larger = _either(max, lax.max)
+quotient = _either(operator.floordiv, lax.div)  # how many whole blocks fit into `index >= 0`
+clamp = _either(lambda low, index, high: min(max(low, index), high), lax.clamp)
+_sum = _either(operator.add, lax.add)
+_product = _either(operator.mul, lax.mul)
+
+
 def times(index: Index, size: int) -> Index:
     """Their product."""
-    if isinstance(index, int):
-        return index * size
-    return index if size == 1 else lax.mul(index, np.int32(size))
+    return index if size == 1 else _product(index, size)
 
 
 def plus(index: Index, other: Index) -> Index:
     """Their sum."""
-    if isinstance(index, int) and isinstance(other, int):
-        return index + other
-    if isinstance(other, int) and other == 0:
-        return index
-    return lax.add(int32(index), int32(other))
-
-
-def minus(index: Index) -> Index:
-    """The number with the other sign."""
-    return -index if isinstance(index, int) else lax.neg(index)
-
-
-def clamp(low: int, index: Index, high: int) -> Index:
-    """The number, or the bound it is beyond."""
-    if isinstance(index, int):
-        return min(max(low, index), high)
-    return lax.clamp(np.int32(low), index, np.int32(high))
-
-
-def quotient(index: Index, size: int) -> Index:
-    """How many whole blocks fit into `index >= 0`."""
-    return index // size if isinstance(index, int) else lax.div(index, np.int32(size))
-
-
-def smaller(index: Index, other: Index) -> Index:
-    """The smaller of two."""
-    if isinstance(index, int) and isinstance(other, int):
-        return min(index, other)
-    return lax.min(int32(index), int32(other))
-
-
-def larger(index: Index, other: Index) -> Index:
-    """The larger of two."""
-    if isinstance(index, int) and isinstance(other, int):
-        return max(index, other)
-    return lax.max(int32(index), int32(other))
-
-
-def int32(index: Index) -> Any:
-    """The number as an operand of `lax`."""
-    return np.int32(index) if isinstance(index, int) else index
+    return index if isinstance(other, int) and other == 0 else _sum(index, other)
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -72,7 +57,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def scalar(value: float, like: jax.Array) -> Any:
-    """The number as an operand of `lax`, beside an array of float32 or float64."""
+    """The number as an operand of `lax`, for an array of float32 or float64."""
     return like.dtype.type(value)
 
 

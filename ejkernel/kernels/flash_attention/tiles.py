@@ -1,7 +1,7 @@
-"""What the Pallas kernels of both accelerators share: tiles, and which of them are needed.
+"""How the score matrix is cut into tiles, and which of them positions leave out.
 
-Nothing here imports Pallas. Functions of block indices work on Python integers, to size a grid, and
-on traced ones, inside a kernel.
+Functions of block indices work on Python integers, to size a grid, and on traced ones, inside a
+Pallas kernel. What XLA skips, also by data, is in `xla/needed.py`.
 """
 
 from __future__ import annotations
@@ -10,20 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from .options import Options
 from .scalars import ceil_div, larger, quotient, smaller
 
 Index: TypeAlias = Any  # an int, or a traced int32 scalar; None where there is none
-
-HIDDEN_SCORE = -jnp.inf
-# A running maximum starts at the lowest number there is, because -inf - -inf is NaN. So a hidden
-# score weighs nothing even in a row that has seen no key yet, and the lowest score does.
-LOWEST_MAXIMUM = float(np.finfo(np.float32).min)
 
 
 @dataclass(frozen=True)
@@ -34,18 +26,19 @@ class Tiles:
     kv_len: int
     block_q: int
     block_k: int
-    left: int | None
-    right: int | None
+    left: int | None = None
+    right: int | None = None
+    group: int = 1  # query heads per key head
 
     @property
     def q_blocks(self) -> int:
         """Number of query blocks."""
-        return ceil_div(self.q_len, self.block_q)
+        return max(1, ceil_div(self.q_len, self.block_q))
 
     @property
     def k_blocks(self) -> int:
         """Number of key blocks."""
-        return ceil_div(self.kv_len, self.block_k)
+        return max(1, ceil_div(self.kv_len, self.block_k))
 
     @property
     def padded_q_len(self) -> int:
@@ -56,6 +49,11 @@ class Tiles:
     def padded_kv_len(self) -> int:
         """Keys in all blocks."""
         return self.k_blocks * self.block_k
+
+    @property
+    def _turned(self) -> Tiles:
+        """The same with queries in the place of keys: how far a key is seen is the other side."""
+        return Tiles(self.kv_len, self.q_len, self.block_k, self.block_q, self.right, self.left)
 
     def keys_of(self, i: Index) -> tuple[Index, Index]:
         """The key blocks `begin <= j < end` that query block `i` sees anything of."""
@@ -70,19 +68,25 @@ class Tiles:
 
     def queries_of(self, j: Index) -> tuple[Index, Index]:
         """The query blocks `begin <= i < end` that see anything of key block `j`."""
-        begin: Index = 0
-        end: Index = self.q_blocks
-        if self.right is not None:
-            begin = _block_of(j * self.block_k - self.right, self.block_q, self.q_len)
-        if self.left is not None:
-            past_query = smaller((j + 1) * self.block_k, self.kv_len) + self.left
-            end = smaller(quotient(past_query + self.block_q - 1, self.block_q), self.q_blocks)
-        return begin, end
+        return self._turned.keys_of(j)
 
     def whole_keys_of(self, i: Index) -> tuple[Index, Index]:
         """The key blocks `begin <= j < end` that query block `i` sees wholly."""
+        return self._whole(i, self.kv_len // self.block_k)
+
+    def whole_queries_of(self, j: Index) -> tuple[Index, Index]:
+        """The query blocks `begin <= i < end` that see key block `j` wholly."""
+        begin, end = self._turned._whole(j)
+        if self.kv_len < self.padded_kv_len:
+            # The last key block has keys that do not exist: nobody sees it wholly.
+            is_padded = (j + 1) * self.block_k > self.kv_len
+            end = jnp.where(is_padded, jnp.asarray(begin, jnp.int32), jnp.asarray(end, jnp.int32))
+        return begin, end
+
+    def _whole(self, i: Index, most: int | None = None) -> tuple[Index, Index]:
+        """As `whole_keys_of`, by positions, and no block from `most` on."""
         begin, last = self.keys_of(i)
-        end = smaller(last, self.kv_len // self.block_k)
+        end = last if most is None else smaller(last, most)
         if self.left is not None:
             first_key = larger((i + 1) * self.block_q - 1 - self.left, 0)
             begin = larger(begin, quotient(first_key + self.block_k - 1, self.block_k))
@@ -91,24 +95,6 @@ class Tiles:
             end = smaller(end, quotient(past_key, self.block_k))
         begin = smaller(begin, last)
         return begin, larger(begin, end)
-
-    def whole_queries_of(self, j: Index) -> tuple[Index, Index]:
-        """The query blocks `begin <= i < end` that see key block `j` wholly."""
-        begin, end = self.queries_of(j)
-        last = end
-        if self.right is not None:
-            first_query = larger((j + 1) * self.block_k - 1 - self.right, 0)
-            begin = larger(begin, quotient(first_query + self.block_q - 1, self.block_q))
-        if self.left is not None:
-            past_query = larger(j * self.block_k + self.left + 1, 0)
-            end = smaller(end, quotient(past_query, self.block_q))
-        begin = smaller(begin, last)
-        end = larger(begin, end)
-        if self.kv_len < self.padded_kv_len:
-            # The last key block has keys that do not exist: nobody sees it wholly.
-            is_padded = (j + 1) * self.block_k > self.kv_len
-            end = jnp.where(is_padded, jnp.asarray(begin, jnp.int32), jnp.asarray(end, jnp.int32))
-        return begin, end
 
     @property
     def key_steps(self) -> int:
@@ -167,28 +153,9 @@ class Tiles:
         return both(*conditions)
 
 
-def clamped_lengths(options: Options, tiles: Tiles) -> dict[str, jax.Array]:
-    """The lengths that a call has, by name, none longer than the arrays."""
-    given = {
-        "q_lengths": (options.q_lengths, tiles.q_len),
-        "kv_lengths": (options.kv_lengths, tiles.kv_len),
-    }
-    return {
-        name: jnp.clip(lengths.astype(jnp.int32), 0, longest)
-        for name, (lengths, longest) in given.items()
-        if lengths is not None
-    }
-
-
-def padded_ids(ids: jax.Array, length: int) -> jax.Array:
-    """Segment ids up to a whole number of blocks: the last one again, which widens no range."""
-    return jnp.pad(ids, ((0, 0), (0, length - ids.shape[1])), mode="edge")
-
-
-def id_ranges(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-    """The smallest and the largest of the padded ids in each block, `(batch, blocks)`."""
-    blocks = ids.reshape(ids.shape[0], -1, block)
-    return blocks.min(axis=2), blocks.max(axis=2)
+def equal_blocks(length: int, most: int) -> int:
+    """The size of equal blocks of at most so many: of 1000 positions and at most 512, it is 500."""
+    return max(1, ceil_div(length, max(1, ceil_div(length, max(1, most)))))
 
 
 def blocks_in(length: Index, block: int) -> Index:
@@ -203,30 +170,6 @@ def both(*conditions: Any) -> Any:
         if condition is not None:
             answer = condition if answer is None else jnp.logical_and(answer, condition)
     return answer
-
-
-def shown(x: Any, visible: Any, other: float = 0.0) -> Any:
-    """A tile with `other` where it is not visible; None: all of it is."""
-    return x if visible is None else jnp.where(visible, x, other)
-
-
-# Zero times NaN is NaN, so in a tile that hides anything, what is summed over with weights of zero
-# has to be finite: see `finite`. Half precision is not compared on all devices.
-
-
-def finite_part(x: Any) -> Any:
-    """A tile with zeros for NaN and infinity."""
-    wide = x.astype(jnp.float32)
-    return jnp.where(jnp.abs(wide) < jnp.inf, wide, 0.0).astype(x.dtype)
-
-
-def keys_that_stay_apart(k: Any, v: Any) -> tuple[Any, Any]:
-    """Tiles of keys to compute scores with, NaN where a value is not finite, and of values."""
-    size = jnp.abs(v.astype(jnp.float32))
-    bad = jnp.max(jnp.where(size < jnp.inf, 0.0, 1.0), axis=1, keepdims=True)
-    # Numbers are broadcast rather than booleans, which Mosaic cannot.
-    apart = jnp.where(jnp.broadcast_to(bad, k.shape) > 0.0, jnp.nan, k.astype(jnp.float32))
-    return apart.astype(k.dtype), finite_part(v)
 
 
 def _block_of(position: Index, block: int, length: int) -> Index:

@@ -20,27 +20,15 @@ BACKWARD = "ejkernel_flash_attention_backward"
 
 @usual_promotion
 def forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    options: Options,
-    *,
-    block_q: int,
-    block_k: int,
+    q: jax.Array, k: jax.Array, v: jax.Array, options: Options, **blocks: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention, and the logarithm of its softmax denominators.
+    """Attention, and the logarithm of its softmax denominators: arrays as in `xla.forward`.
 
     Args:
-      q: queries, `(batch, q_len, q_heads, head_dim)`, of a dtype in `DTYPES`.
-      k: keys, `(batch, k_len, kv_heads, head_dim)`; `kv_heads` divides `q_heads`.
-      v: values, `(batch, k_len, kv_heads, value_dim)`.
+      q, k, v: arrays of any floating type; of others than `DTYPES` as float32.
       options: the keywords of the call, without dropout.
       block_q: rows (queries times the query heads of a key head) that are worked on together.
       block_k: most keys in a tile; rounded to what the machine's registers hold.
-
-    Returns:
-      `out`, `(batch, q_len, q_heads, value_dim)` in the dtype of `q`, and `lse`, float32,
-      `(batch, q_heads, q_len)`, minus infinity where nothing is seen.
     """
     dtype = q.dtype
     q, k, v = _of_one_dtype(q, k, v)
@@ -49,19 +37,13 @@ def forward(
         FORWARD,
         (((batch, q_len, heads, v.shape[-1]), q.dtype), ((batch, heads, q_len), jnp.float32)),
         (q, k, v, *_of_scores(options)),
-        _attributes(options, block_q, block_k),
+        _attributes(options, **blocks),
     )
     return out.astype(dtype), lse
 
 
 @usual_promotion
-def backward(
-    results: Results,
-    options: Options,
-    *,
-    block_q: int,
-    block_k: int,
-) -> Gradients:
+def backward(results: Results, options: Options, **blocks: int) -> Gradients:
     """Gradients of `q`, `k`, `v`, and of `sinks` by name if there are any; none of a bias.
 
     The other arguments are as in `forward`; the blocks may differ from those used there.
@@ -81,7 +63,7 @@ def backward(
         BACKWARD,
         (*((x.shape, x.dtype) for x in (q, k, v)), (by_row, jnp.float32)),
         operands,
-        _attributes(options, block_q, block_k),
+        _attributes(options, **blocks),
     )
     named = {} if options.sinks is None else {"sinks": jnp.sum(dsinks, axis=(0, 2))}
     return Gradients(dq, dk, dv, named)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,97 +12,77 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from ..options import Options
-from ..scalars import int32, larger, quotient, smaller, times_cap
-from ..tiles import Index, Tiles, blocks_in, both, clamped_lengths, id_ranges, padded_ids
+from .. import pallas
+from ..pallas import Place, Refs, id_ranges, padded_ids
+from ..scalars import int32, larger, quotient, smaller
+from ..tiles import Index, Tiles, blocks_in, both
 
 SMALLEST_BLOCK = 16  # of Triton's matrix products
 
 
-@dataclass(frozen=True)
-class Place:
-    """What a program computes: a query block `i` of a head, or a key block `j` of a key head."""
-
-    batch: Index
-    head: Index
-    kv_head: Index
-    i: Index
-    j: Index
-
-
 @dataclass
-class Call:
-    """Operands by name, and the geometry that all programs share."""
+class Call(pallas.Call):
+    """Operands are read where they are; a program owns a block and loops over the others."""
 
-    options: Options
-    tiles: Tiles
-    group: int
-    keys_first: bool  # programs own key blocks
-    turned: bool  # tiles are (keys, queries)
-    operands: dict[str, tuple[jax.Array, pl.BlockSpec]] = field(default_factory=dict)
+    keepdims = False
 
     @staticmethod
-    def of(
-        q: jax.Array,
-        k: jax.Array,
-        options: Options,
-        block_q: int,
-        block_k: int,
-        *,
-        keys_first: bool = False,
-    ) -> Call:
-        q_len, kv_len = q.shape[1], k.shape[1]
-        tiles = Tiles(
-            q_len,
-            kv_len,
-            fitting_block(q_len, block_q),
-            fitting_block(kv_len, block_k),
-            *options.band,
-        )
-        return Call(options, tiles, q.shape[2] // k.shape[2], keys_first, turned=keys_first)
+    def fitting_block(length: int, block: int) -> int:
+        """The block as a power of two, no longer than the sequence needs."""
+        return padded(min(block, length))
 
-    def add(self, name: str, x: jax.Array, spec: pl.BlockSpec) -> None:
-        self.operands[name] = (x, spec)
+    def queries(self, x: Any) -> pl.BlockSpec:
+        """The query block of a program, or all queries of the heads that share its key head."""
+        tiles, features = self.tiles, padded(x.shape[3])
+        if self.keys_first:
+            shape = (None, tiles.padded_q_len, tiles.group, features)
+            return pl.BlockSpec(shape, lambda j, h, b: (b, 0, h, 0))
+        return pl.BlockSpec((None, tiles.block_q, None, features), lambda i, h, b: (b, i, h, 0))
 
-    def all_keys(self, x: jax.Array) -> pl.BlockSpec:
-        """All keys of a program's key head."""
-        group = self.group
-        return pl.BlockSpec(
-            (None, self.tiles.padded_kv_len, None, padded(x.shape[3])),
-            lambda i, h, b: (b, 0, quotient(h, group), 0),
-        )
+    def keys(self, x: Any) -> pl.BlockSpec:
+        """The key block of a program, or all keys of its key head."""
+        tiles, features = self.tiles, padded(x.shape[3])
+        if self.keys_first:
+            return pl.BlockSpec((None, tiles.block_k, None, features), lambda j, h, b: (b, j, h, 0))
+        shape = (None, tiles.padded_kv_len, None, features)
+        return pl.BlockSpec(shape, lambda i, h, b: (b, 0, quotient(h, tiles.group), 0))
 
-    def add_options(self) -> None:
-        options, tiles = self.options, self.tiles
-        for name, lengths in clamped_lengths(options, tiles).items():
-            self._add_scalars(name, lengths)
-        if options.sinks is not None:
-            self._add_scalars("sinks", options.sinks.astype(jnp.float32))
-        if options.segment_ids is not None and options.kv_segment_ids is not None:
-            queries = options.segment_ids.astype(jnp.int32)
-            keys = options.kv_segment_ids.astype(jnp.int32)
-            for name, ids, length in (
-                ("q_segments", queries, tiles.padded_q_len),
-                ("kv_segments", keys, tiles.padded_kv_len),
-            ):
-                self.add(name, ids, pl.BlockSpec((None, length), lambda x, h, b: (b, 0)))
-            begin, end = _blocks_that_share_segments(queries, keys, tiles, self.keys_first)
-            self._add_scalars("segments_begin", begin)
-            self._add_scalars("segments_end", end)
-        for name in ("bias", "mask"):
-            x = getattr(options, name)
-            if x is not None:
-                # Triton has no memory of booleans; bytes are the smallest it has.
-                self._add_scores(name, x.astype(jnp.int8) if name == "mask" else x)
+    @property
+    def rows(self) -> pl.BlockSpec:
+        """The numbers of the same queries."""
+        tiles = self.tiles
+        if self.keys_first:
+            return pl.BlockSpec((None, tiles.group, tiles.padded_q_len), lambda j, h, b: (b, h, 0))
+        return pl.BlockSpec((None, None, tiles.block_q), lambda i, h, b: (b, h, i))
 
-    def _add_scalars(self, name: str, x: jax.Array) -> None:
-        self.add(name, x, pl.BlockSpec(x.shape, lambda x_, h, b: (0,) * x.ndim))
+    def add_queries(self, name: str, x: jax.Array) -> None:
+        self.operands[name] = (x, self.queries(x))
 
-    def _add_scores(self, name: str, x: jax.Array) -> None:
-        tiles, group = self.tiles, self.group
+    def add_keys(self, name: str, x: jax.Array) -> None:
+        self.operands[name] = (x, self.keys(x))
+
+    def add_rows(self, name: str, x: jax.Array) -> None:
+        self.operands[name] = (x, self.rows)
+
+    def add_scalars(self, name: str, x: jax.Array) -> None:
+        self.operands[name] = (x, pl.BlockSpec(x.shape, lambda x_, h, b: (0,) * x.ndim))
+
+    def add_segments(self, queries: jax.Array, keys: jax.Array) -> None:
+        tiles = self.tiles
+        for name, ids, length in (
+            ("q_segments", queries, tiles.padded_q_len),
+            ("kv_segments", keys, tiles.padded_kv_len),
+        ):
+            self.operands[name] = (ids, pl.BlockSpec((None, length), lambda x, h, b: (b, 0)))
+        begin, end = _blocks_that_share_segments(queries, keys, tiles, self.keys_first)
+        self.add_scalars("segments_begin", begin)
+        self.add_scalars("segments_end", end)
+
+    def add_table(self, name: str, x: jax.Array) -> None:
+        tiles = self.tiles
         batches, heads, queries, keys = x.shape
         # With key heads in the grid, a program reads the scores of all heads that share its own.
-        members = 1 if heads == 1 else (group if self.keys_first else 1)
+        members = tiles.group if self.keys_first and heads > 1 else 1
 
         def index(_: Index, h: Index, b: Index) -> tuple[Index, ...]:
             return (0 if batches == 1 else b, 0 if heads == 1 else h, 0, 0)
@@ -113,144 +93,18 @@ class Call:
             1 if queries == 1 else tiles.padded_q_len,
             1 if keys == 1 else tiles.padded_kv_len,
         )
-        self.add(name, x, pl.BlockSpec(shape, index))
+        self.operands[name] = (x, pl.BlockSpec(shape, index))
 
-    def over_keys(
-        self,
-        at: Place,
-        refs: dict[str, Any],
-        add: Callable[..., Any],
-        state: Any,
-        *,
-        only_if: Any = True,
-    ) -> Any:
-        block_q, block_k = self.tiles.block_q, self.tiles.block_k
-        begin, end = self.tiles.keys_of(at.i)
-        first, last = self.tiles.whole_keys_of(at.i)
-        if "kv_lengths" in refs:
-            length = plgpu.load(refs["kv_lengths"].at[at.batch])
-            end = smaller(end, blocks_in(length, block_k))
-            last = smaller(last, quotient(length, block_k))
-        if "q_lengths" in refs:
-            only_if &= at.i * block_q < plgpu.load(refs["q_lengths"].at[at.batch])
-        if only_if is not True:
-            end = jnp.where(only_if, int32(end), int32(begin))
-        begin, end = self._in_segments(at, refs, at.i, begin, end)
-        return self._loop(begin, end, (first, last), add, state)
+    def number(self, ref: Any, *index: Index) -> Any:
+        return plgpu.load(ref.at[index])
 
-    def over_queries(
-        self, at: Place, refs: dict[str, Any], add: Callable[..., Any], state: Any
-    ) -> Any:
-        block_q, block_k = self.tiles.block_q, self.tiles.block_k
-        begin, end = self.tiles.queries_of(at.j)
-        first, last = self.tiles.whole_queries_of(at.j)
-        if "q_lengths" in refs:
-            length = plgpu.load(refs["q_lengths"].at[at.batch])
-            end = smaller(end, blocks_in(length, block_q))
-            last = smaller(last, quotient(length, block_q))
-        if "kv_lengths" in refs:
-            length = plgpu.load(refs["kv_lengths"].at[at.batch])
-            end = jnp.where(at.j * block_k < length, int32(end), int32(begin))
-            whole = (at.j + 1) * block_k <= length
-            last = jnp.where(whole, int32(last), int32(first))
-        begin, end = self._in_segments(at, refs, at.j, begin, end)
-        return self._loop(begin, end, (first, last), add, state)
-
-    def _in_segments(
-        self, at: Place, refs: dict[str, Any], block: Index, begin: Index, end: Index
-    ) -> tuple[Index, Index]:
-        if "segments_begin" not in refs:
-            return begin, end
-        first = plgpu.load(refs["segments_begin"].at[at.batch, block])
-        last = plgpu.load(refs["segments_end"].at[at.batch, block])
-        return larger(begin, first), smaller(end, last)
-
-    def _loop(
-        self,
-        begin: Index,
-        end: Index,
-        whole: tuple[Index, Index],
-        add: Callable[..., Any],
-        state: Any,
-    ) -> Any:
-        """Add the blocks, those in `whole` without hiding anything if nothing else hides it."""
-
-        def loop(start: Index, stop: Index, state: Any, *, masked: bool) -> Any:
-            if isinstance(start, int) and isinstance(stop, int) and start >= stop:
-                return state
-            return lax.fori_loop(start, stop, lambda x, s: add(x, s, masked=masked), state)
-
-        options, tiles = self.options, self.tiles
-        if options.mask is not None or options.segment_ids is not None:
-            return loop(begin, end, state, masked=True)
-        first, last = (smaller(edge, end) for edge in whole)
-        last = larger(first, last)
-        if tiles.left is not None or (self.keys_first and tiles.right is not None):
-            state = loop(begin, first, state, masked=True)
-        state = loop(first, last, state, masked=False)
-        is_ragged = tiles.kv_len < tiles.padded_kv_len
-        has_lengths = options.kv_lengths is not None or (
-            self.keys_first and options.q_lengths is not None
-        )
-        before_last = tiles.left if self.keys_first else tiles.right
-        if is_ragged or has_lengths or before_last is not None:
-            state = loop(last, end, state, masked=True)
-        return state
-
-    def key_tile(self, ref: Any, j: Index, like: jax.Array) -> Any:
-        start = j * self.tiles.block_k
-        part = ref.at[pl.ds(start, self.tiles.block_k), :]
-        return load(part, (self.tiles.kv_len - start, like.shape[3]))
-
-    def scores(
-        self, at: Place, refs: dict[str, Any], i: Index, j: Index, q: Any, k: Any
-    ) -> tuple[Any, Any]:
-        """A tile of scores, and their slope by the scaled products if that is not one."""
-        options = self.options
-        left, right = (k, q) if self.turned else (q, k)
-        scores = plgpu.dot(left, right.T) * options.softmax_scale
-        slope = None
-        if options.logits_soft_cap is not None:
-            capped = _tanh(scores / options.logits_soft_cap)
-            slope = 1.0 - capped * capped
-            scores = times_cap(capped, options.logits_soft_cap)
-        if "bias" in refs:
-            scores += self._score_tile(refs["bias"], at, i, j).astype(jnp.float32)
-        return scores, slope
-
-    def visible(self, at: Place, refs: dict[str, Any], i: Index, j: Index) -> Any:
-        """Which scores of a tile count; None: all."""
-        tiles = self.tiles
-        lengths: list[Index] = [None, None]
-        if "q_lengths" in refs and self.keys_first:  # only there something is summed over queries
-            lengths[0] = plgpu.load(refs["q_lengths"].at[at.batch])
-        if "kv_lengths" in refs:
-            lengths[1] = plgpu.load(refs["kv_lengths"].at[at.batch])
-        visible = tiles.visible(i, j, *lengths, turned=self.turned)
-        if "mask" in refs:
-            visible = both(visible, self._score_tile(refs["mask"], at, i, j) != 0)
-        if "q_segments" in refs:
-            start_q, start_k = i * tiles.block_q, j * tiles.block_k
-            queries = refs["q_segments"].at[pl.ds(start_q, tiles.block_q)]
-            keys = refs["kv_segments"].at[pl.ds(start_k, tiles.block_k)]
-            q_ids = load(queries, (tiles.q_len - start_q,))
-            kv_ids = load(keys, (tiles.kv_len - start_k,))
-            same = (
-                kv_ids[:, None] == q_ids[None, :]
-                if self.turned
-                else q_ids[:, None] == kv_ids[None, :]
-            )
-            visible = both(visible, same)
-        return visible
-
-    def _score_tile(self, ref: Any, at: Place, i: Index, j: Index) -> Any:
-        """A tile of a bias or a mask, as the tiles are turned."""
+    def table(self, ref: Any, at: Place) -> Any:
         tiles = self.tiles
         members, queries, keys = ref.shape
         zero = jnp.int32(0)  # the interpreter does not take a Python integer for an index
-        member = at.head - at.kv_head * self.group if members > 1 else zero
+        member = at.head - at.kv_head * tiles.group if members > 1 else zero
         shape = (tiles.block_q, tiles.block_k)
-        start_q, start_k = i * tiles.block_q, j * tiles.block_k
+        start_q, start_k = at.i * tiles.block_q, at.j * tiles.block_k
         rows, columns = pl.ds(start_q, tiles.block_q), pl.ds(start_k, tiles.block_k)
         if queries == 1 and keys == 1:
             tile = jnp.broadcast_to(plgpu.load(ref.at[member, zero, zero]), shape)
@@ -265,66 +119,130 @@ class Call:
             tile = load(ref.at[member, rows, columns], real)
         return tile.T if self.turned else tile
 
+    def same_segment(self, at: Place, refs: Refs) -> Any:
+        tiles = self.tiles
+        start_q, start_k = at.i * tiles.block_q, at.j * tiles.block_k
+        queries = refs["q_segments"].at[pl.ds(start_q, tiles.block_q)]
+        keys = refs["kv_segments"].at[pl.ds(start_k, tiles.block_k)]
+        q_ids, kv_ids = (
+            load(queries, (tiles.q_len - start_q,)),
+            load(keys, (tiles.kv_len - start_k,)),
+        )
+        if self.turned:
+            return kv_ids[:, None] == q_ids[None, :]
+        return q_ids[:, None] == kv_ids[None, :]
+
+    def dot(self, a: Any, b: Any) -> Any:
+        return plgpu.dot(a, b)
+
+    def dot_rows(self, a: Any, b: Any) -> Any:
+        return plgpu.dot(a, b.T)
+
+    def tanh(self, x: Any) -> Any:
+        # Triton lowers tanh to a library call per element; this is two instructions more than exp.
+        positive = jnp.exp(-2.0 * jnp.abs(x))
+        return jnp.sign(x) * (1.0 - positive) / (1.0 + positive)
+
+    def column(self, x: Any) -> Any:
+        return x[:, None]
+
+    def key_tiles(self, at: Place, refs: Refs) -> list[Any]:
+        """The keys and values of a tile, from all those of a program."""
+        start, size = at.j * self.tiles.block_k, self.tiles.block_k
+        features = {name: self.operands[name][0].shape[3] for name in "kv"}
+        return [
+            load(refs[name].at[pl.ds(start, size), :], (self.tiles.kv_len - start, features[name]))
+            for name in "kv"
+        ]
+
+    def each_tile(
+        self, at: Place, refs: Refs, add: Callable[..., Any], state: Any, *, only_if: Any = None
+    ) -> Any:
+        """Pass the state through `add(at, state, masked=...)`, once for every tile of a program.
+
+        Those that are whole are added without hiding anything, if nothing else hides it.
+        """
+        options, tiles = self.options, self.tiles
+        (own_lengths, own_block), (other_lengths, other_block) = self.sides
+        if self.keys_first:
+            own, (begin, end), whole = at.j, tiles.queries_of(at.j), tiles.whole_queries_of(at.j)
+        else:
+            own, (begin, end), whole = at.i, tiles.keys_of(at.i), tiles.whole_keys_of(at.i)
+        first, last = whole
+        if other_lengths in refs:
+            length = self.number(refs[other_lengths], at.batch)
+            end = smaller(end, blocks_in(length, other_block))
+            last = smaller(last, quotient(length, other_block))
+        if own_lengths in refs:
+            length = self.number(refs[own_lengths], at.batch)
+            only_if = both(only_if, own * own_block < length)
+            if self.keys_first:
+                last = jnp.where((own + 1) * own_block <= length, int32(last), int32(first))
+        if only_if is not None:
+            end = jnp.where(only_if, int32(end), int32(begin))
+        if "segments_begin" in refs:
+            begin = larger(begin, self.number(refs["segments_begin"], at.batch, own))
+            end = smaller(end, self.number(refs["segments_end"], at.batch, own))
+
+        def loop(start: Index, stop: Index, state: Any, *, masked: bool) -> Any:
+            if isinstance(start, int) and isinstance(stop, int) and start >= stop:
+                return state
+            side = "i" if self.keys_first else "j"
+            return lax.fori_loop(
+                start, stop, lambda x, s: add(at._replace(**{side: x}), s, masked=masked), state
+            )
+
+        if options.mask is not None or options.segment_ids is not None:
+            return loop(begin, end, state, masked=True)
+        first, last = smaller(first, end), smaller(last, end)
+        last = larger(first, last)
+        if tiles.left is not None or (self.keys_first and tiles.right is not None):
+            state = loop(begin, first, state, masked=True)
+        state = loop(first, last, state, masked=False)
+        has_lengths = options.kv_lengths is not None or (
+            self.keys_first and options.q_lengths is not None
+        )
+        before_last = tiles.left if self.keys_first else tiles.right
+        if tiles.kv_len < tiles.padded_kv_len or has_lengths or before_last is not None:
+            state = loop(last, end, state, masked=True)
+        return state
+
     def run(
         self,
         body: Callable[..., None],
         *,
         name: str,
-        grid: tuple[int, ...],
-        outputs: list[tuple[jax.ShapeDtypeStruct, pl.BlockSpec]],
-        num_warps: int,
-        num_stages: int,
-        interpret: bool,
+        outputs: list[tuple[Any, pl.BlockSpec]],
     ) -> list[jax.Array]:
-        names = list(self.operands)
+        """Run `body(at, refs, outputs)`; outputs are given by what they are like, and blocks."""
+        names, tiles = list(self.operands), self.tiles
+        batch, _, kv_heads, _ = self.operands["k"][0].shape
+        grid = (tiles.q_blocks, kv_heads * tiles.group, batch)
 
         def kernel(*refs: Any) -> None:
             block, head, batch = (pl.program_id(axis) for axis in range(3))
             if self.keys_first:
                 at = Place(batch, None, head, None, block)
             else:
-                at = Place(batch, head, quotient(head, self.group), block, None)
+                at = Place(batch, head, quotient(head, tiles.group), block, None)
             body(at, dict(zip(names, refs, strict=False)), refs[len(names) :])
 
         results: list[jax.Array] = pl.pallas_call(
             kernel,
-            grid=grid,
+            grid=(tiles.k_blocks, kv_heads, batch) if self.keys_first else grid,
             in_specs=[spec for _, spec in self.operands.values()],
             out_specs=[spec for _, spec in outputs],
-            out_shape=[shape for shape, _ in outputs],
-            compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
-            interpret=interpret,
+            out_shape=[jax.ShapeDtypeStruct(like.shape, like.dtype) for like, _ in outputs],
+            compiler_params=plgpu.CompilerParams(**self.launch),
+            interpret=self.interpret,
             name=name,
         )(*(array for array, _ in self.operands.values()))
         return results
 
 
-def fitting_block(length: int, block: int) -> int:
-    """The block as a power of two, no longer than the sequence needs."""
-    return max(SMALLEST_BLOCK, pl.next_power_of_2(min(block, length)))
-
-
-def padded(features: int) -> int:
-    """Features as a power of two: what is beyond is masked."""
-    return max(SMALLEST_BLOCK, pl.next_power_of_2(features))
-
-
-def query_block(tiles: Tiles, x: Any) -> pl.BlockSpec:
-    """The query block of a program."""
-    shape = (None, tiles.block_q, None, padded(x.shape[3]))
-    return pl.BlockSpec(shape, lambda i, h, b: (b, i, h, 0))
-
-
-def key_block(tiles: Tiles, x: Any) -> pl.BlockSpec:
-    """The key block of a program."""
-    shape = (None, tiles.block_k, None, padded(x.shape[3]))
-    return pl.BlockSpec(shape, lambda j, h, b: (b, j, h, 0))
-
-
-def queries_of_group(tiles: Tiles, group: int, x: Any) -> pl.BlockSpec:
-    """All queries of the heads that share a program's key head."""
-    shape = (None, tiles.padded_q_len, group, padded(x.shape[3]))
-    return pl.BlockSpec(shape, lambda j, h, b: (b, 0, h, 0))
+def padded(size: int) -> int:
+    """Features or positions as a power of two: what is beyond is masked."""
+    return max(SMALLEST_BLOCK, pl.next_power_of_2(size))
 
 
 def _blocks_that_share_segments(
@@ -339,12 +257,6 @@ def _blocks_that_share_segments(
     begin = jnp.min(jnp.where(overlap, number, overlap.shape[2]), axis=2)
     end = jnp.max(jnp.where(overlap, number + 1, 0), axis=2)
     return begin.astype(jnp.int32), end.astype(jnp.int32)
-
-
-def _tanh(x: Any) -> Any:
-    # Triton lowers tanh to a library call per element; this is two instructions more than exp.
-    positive = jnp.exp(-2.0 * jnp.abs(x))
-    return jnp.sign(x) * (1.0 - positive) / (1.0 + positive)
 
 
 def _inside(shape: tuple[int, ...], real: tuple[Index, ...]) -> Any:

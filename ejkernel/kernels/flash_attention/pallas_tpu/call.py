@@ -13,227 +13,151 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..options import Options
+from .. import pallas
+from ..pallas import Place, Refs, id_ranges, padded_ids
 from ..rows import NOTHING_SEEN
-from ..scalars import ceil_div, larger, quotient, smaller, times_cap
-from ..tiles import Index, Tiles, blocks_in, both, clamped_lengths, id_ranges, padded_ids
+from ..scalars import ceil_div, larger, quotient, smaller
+from ..tiles import Index, blocks_in, equal_blocks
 
 LANES = 128
-ROWS_TIMES_COLUMNS = (((1,), (0,)), ((), ()))
-ROWS_TIMES_ROWS = (((1,), (1,)), ((), ()))
 
-
-@dataclass(frozen=True)
-class Place:
-    """Where in the grid a step is: `(i, j)` is its tile."""
-
-    batch: Index
-    head: Index
-    kv_head: Index
-    i: Index
-    j: Index
-    needed: Index
-    is_first: Index
-    is_last: Index
-
-
-@dataclass(frozen=True)
-class Query:
-    """A block `(block_q, features)` of an array of queries."""
-
-    block: int
-    features: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (1, 1, self.block, self.features)
-
-    def index(self, at: Place) -> tuple[Index, ...]:
-        return (at.batch, at.head, at.i, 0)
-
-
-@dataclass(frozen=True)
-class Key(Query):
-    """A block `(block_k, features)` of an array of keys."""
-
-    def index(self, at: Place) -> tuple[Index, ...]:
-        return (at.batch, at.kv_head, at.j, 0)
-
-
-@dataclass(frozen=True)
-class QueryRow:
-    """A block `(1, block_q)` of an array with a number per query."""
-
-    block: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (1, 1, 1, self.block)
-
-    def index(self, at: Place) -> tuple[Index, ...]:
-        return (at.batch, at.head, 0, at.i)
-
-
-@dataclass(frozen=True)
-class _Segments:
-    """Segment ids of a block, as a row `(1, block)` or as a column `(block, 1)`."""
-
-    block: int
-    row: bool
-    of_queries: bool
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (1, 1, self.block) if self.row else (1, self.block, 1)
-
-    def index(self, at: Place) -> tuple[Index, ...]:
-        block = at.i if self.of_queries else at.j
-        return (at.batch, 0, block) if self.row else (at.batch, block, 0)
-
-
-@dataclass(frozen=True)
-class _Score:
-    """A tile of a bias or a mask; an axis of size 1 has one block."""
-
-    array_shape: tuple[int, ...]
-    block_q: int
-    block_k: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        _, _, queries, keys = self.array_shape
-        return (1, 1, 1 if queries == 1 else self.block_q, 1 if keys == 1 else self.block_k)
-
-    def index(self, at: Place) -> tuple[Index, ...]:
-        place = (at.batch, at.head, at.i, at.j)
-        return tuple(0 if n == 1 else x for n, x in zip(self.array_shape, place, strict=True))
+Spec = tuple[tuple[int, ...], Callable[[Place], tuple[Index, ...]]]
+"""The shape of a block, and which one a step reads or writes."""
 
 
 @dataclass
-class Call:
-    """Operands by name, and the geometry that index maps and bodies share."""
+class Call(pallas.Call):
+    """Operands are `(batch, heads, sequence, features)`, padded to whole blocks."""
 
-    options: Options
-    tiles: Tiles
-    group: int
-    keys_first: bool  # the grid walks over key blocks
-    turned: bool  # tiles are (keys, queries)
     scalars: dict[str, jax.Array] = field(default_factory=dict)
-    operands: dict[str, tuple[jax.Array, Any]] = field(default_factory=dict)
+
+    keepdims = True
 
     @staticmethod
-    def of(
-        q: jax.Array,
-        k: jax.Array,
-        options: Options,
-        block_q: int,
-        block_k: int,
-        *,
-        keys_first: bool = False,
-        turned: bool = False,
-    ) -> Call:
-        q_len, kv_len = q.shape[1], k.shape[1]
-        tiles = Tiles(
-            q_len,
-            kv_len,
-            equal_blocks(q_len, block_q),
-            equal_blocks(kv_len, block_k),
-            *options.band,
-        )
-        return Call(options, tiles, q.shape[2] // k.shape[2], keys_first, turned)
+    def fitting_block(length: int, block: int) -> int:
+        """Blocks of at most `block` that hardly pad: multiples of 128, as equal as these can be."""
+        return _round_up(equal_blocks(length, _round_up(block, LANES)), LANES)
+
+    def queries(self, features: int) -> Spec:
+        """A block `(block_q, features)` of an array of queries."""
+        return (1, 1, self.tiles.block_q, features), lambda at: (at.batch, at.head, at.i, 0)
+
+    def keys(self, features: int) -> Spec:
+        """A block `(block_k, features)` of an array of keys."""
+        return (1, 1, self.tiles.block_k, features), lambda at: (at.batch, at.kv_head, at.j, 0)
+
+    @property
+    def rows(self) -> Spec:
+        """A block `(1, block_q)` of an array with a number per query."""
+        return (1, 1, 1, self.tiles.block_q), lambda at: (at.batch, at.head, 0, at.i)
 
     def add_queries(self, name: str, x: jax.Array) -> None:
-        spec = Query(self.tiles.block_q, x.shape[3])
-        self.operands[name] = (_heads_first(x, self.tiles.padded_q_len), spec)
+        array = _heads_first(x, self.tiles.padded_q_len)
+        self.operands[name] = (array, self.queries(x.shape[3]))
 
     def add_keys(self, name: str, x: jax.Array) -> None:
-        spec = Key(self.tiles.block_k, x.shape[3])
-        self.operands[name] = (_heads_first(x, self.tiles.padded_kv_len), spec)
+        self.operands[name] = (_heads_first(x, self.tiles.padded_kv_len), self.keys(x.shape[3]))
 
-    def add_query_rows(self, name: str, x: jax.Array) -> None:
+    def add_rows(self, name: str, x: jax.Array) -> None:
         # Rows that only fill the last block see nothing.
         padding = self.tiles.padded_q_len - x.shape[2]
         fill = NOTHING_SEEN if name == "shift" else 0.0
         x = jnp.pad(x, ((0, 0), (0, 0), (0, padding)), constant_values=fill)
-        self.operands[name] = (x[:, :, None, :], QueryRow(self.tiles.block_q))
+        self.operands[name] = (x[:, :, None, :], self.rows)
 
-    def add_options(self) -> None:
-        options, tiles = self.options, self.tiles
-        self.scalars |= clamped_lengths(options, tiles)
-        if options.sinks is not None:
-            self.scalars["sinks"] = options.sinks.astype(jnp.float32)
-        for side, ids in (("q", options.segment_ids), ("kv", options.kv_segment_ids)):
-            if ids is not None:
-                self._add_segments(side, ids.astype(jnp.int32))
-        for name in ("bias", "mask"):
-            x = getattr(options, name)
-            if x is not None:
-                padding = [
-                    (0, 0 if n == 1 else padded - n)
-                    for n, padded in zip(
-                        x.shape[2:], (tiles.padded_q_len, tiles.padded_kv_len), strict=True
-                    )
-                ]
-                x = jnp.pad(x, ((0, 0), (0, 0), *padding))
-                # Mosaic has no memory of booleans; bytes are the smallest it has.
-                x = x.astype(jnp.int8) if name == "mask" else x
-                self.operands[name] = (x, _Score(x.shape, tiles.block_q, tiles.block_k))
+    def add_scalars(self, name: str, x: jax.Array) -> None:
+        self.scalars[name] = x
 
-    def _add_segments(self, side: str, ids: jax.Array) -> None:
+    def add_table(self, name: str, x: jax.Array) -> None:
+        tiles, shape = self.tiles, x.shape
+        lengths = (tiles.padded_q_len, tiles.padded_kv_len)
+        padding = [
+            (0, 0 if n == 1 else length - n) for n, length in zip(shape[2:], lengths, strict=True)
+        ]
+        blocks = (tiles.block_q, tiles.block_k)
+        block = (1, 1, *(1 if n == 1 else b for n, b in zip(shape[2:], blocks, strict=True)))
+
+        def index(at: Place) -> tuple[Index, ...]:
+            place = (at.batch, at.head, at.i, at.j)
+            return tuple(0 if n == 1 else x for n, x in zip(shape, place, strict=True))
+
+        self.operands[name] = (jnp.pad(x, ((0, 0), (0, 0), *padding)), (block, index))
+
+    def add_segments(self, queries: jax.Array, keys: jax.Array) -> None:
         tiles = self.tiles
-        of_queries = side == "q"
-        block, length = (
-            (tiles.block_q, tiles.padded_q_len)
-            if of_queries
-            else (tiles.block_k, tiles.padded_kv_len)
-        )
+        self._add_ids("q", queries, tiles.block_q, tiles.padded_q_len, row=self.turned)
+        self._add_ids("kv", keys, tiles.block_k, tiles.padded_kv_len, row=not self.turned)
+
+    def _add_ids(self, side: str, ids: jax.Array, block: int, length: int, *, row: bool) -> None:
+        """Segment ids as rows `(1, block)` or as columns `(block, 1)`."""
         ids = padded_ids(ids, length)
         self.scalars[f"{side}_least"], self.scalars[f"{side}_most"] = id_ranges(ids, block)
-        row = of_queries == self.turned
-        array = ids[:, None, :] if row else ids[:, :, None]
-        self.operands[f"{side}_segments"] = (array, _Segments(block, row, of_queries))
 
-    def place(self, grid: tuple[Index, ...], scalars: dict[str, Any], *, steps: int) -> Place:
+        def index(at: Place) -> tuple[Index, ...]:
+            place = at.i if side == "q" else at.j
+            return (at.batch, 0, place) if row else (at.batch, place, 0)
+
+        array, shape = (ids[:, None, :], (1, 1, block)) if row else (ids[:, :, None], (1, block, 1))
+        self.operands[f"{side}_segments"] = (array, (shape, index))
+
+    def number(self, ref: Any, *index: Index) -> Any:
+        return ref[index]
+
+    def table(self, ref: Any, at: Place) -> Any:
+        # Mosaic neither broadcasts nor turns bytes.
+        x = ref[0, 0].astype(jnp.int32 if ref.dtype == jnp.int8 else jnp.float32)
+        if not self.turned:
+            return x
+        return jnp.broadcast_to(x, (self.tiles.block_q, self.tiles.block_k)).T
+
+    def same_segment(self, at: Place, refs: Refs) -> Any:
+        return refs["q_segments"][0] == refs["kv_segments"][0]
+
+    def dot(self, a: Any, b: Any) -> Any:
+        return _dot(a, b, (((1,), (0,)), ((), ())))
+
+    def dot_rows(self, a: Any, b: Any) -> Any:
+        return _dot(a, b, (((1,), (1,)), ((), ())))
+
+    def tanh(self, x: Any) -> Any:
+        return jnp.tanh(x)
+
+    def column(self, x: Any) -> Any:
+        return x[:, :1]
+
+    def place(self, grid: tuple[Index, ...], scalars: Refs, *, steps: int) -> Place:
         """The tile of a step, and whether it is needed at all."""
         tiles = self.tiles
+        (own_lengths, own_block), (other_lengths, other_block) = self.sides
         if self.keys_first:
-            batch, kv_head, j, member, step = grid
-            head = kv_head * self.group + member
-            begin, end = tiles.queries_of(j)
-            i = begin + step
-            needed = i < end
+            batch, kv_head, own, member, step = grid
+            head = kv_head * tiles.group + member
+            begin, end = tiles.queries_of(own)
             is_first = jnp.logical_and(member == 0, step == 0)
-            is_last = jnp.logical_and(member == self.group - 1, step == steps - 1)
+            is_last = jnp.logical_and(member == tiles.group - 1, step == steps - 1)
         else:
-            batch, head, i, step = grid
-            kv_head = quotient(head, self.group)
-            begin, end = tiles.keys_of(i)
-            j = begin + step
-            needed = j < end
+            batch, head, own, step = grid
+            kv_head = quotient(head, tiles.group)
+            begin, end = tiles.keys_of(own)
             is_first, is_last = step == 0, step == steps - 1
+        other = begin + step
+        needed = other < end
+        if other_lengths in scalars:
+            needed &= other * other_block < scalars[other_lengths][batch]
+            end = smaller(end, blocks_in(scalars[other_lengths][batch], other_block))
         # A step that is not needed stays on the last tile that was: nothing new is fetched.
-        if self.keys_first:
-            if "q_lengths" in scalars:
-                needed &= i * tiles.block_q < scalars["q_lengths"][batch]
-                end = smaller(end, blocks_in(scalars["q_lengths"][batch], tiles.block_q))
-            i = larger(smaller(i, end - 1), 0)
-            if "kv_lengths" in scalars:
-                needed &= j * tiles.block_k < scalars["kv_lengths"][batch]
-        else:
-            if "kv_lengths" in scalars:
-                needed &= j * tiles.block_k < scalars["kv_lengths"][batch]
-                end = smaller(end, blocks_in(scalars["kv_lengths"][batch], tiles.block_k))
-            j = larger(smaller(j, end - 1), 0)
-            if "q_lengths" in scalars:
-                needed &= i * tiles.block_q < scalars["q_lengths"][batch]
+        other = larger(smaller(other, end - 1), 0)
+        if own_lengths in scalars:
+            needed &= own * own_block < scalars[own_lengths][batch]
+        i, j = (other, own) if self.keys_first else (own, other)
         if "q_least" in scalars:
             needed &= scalars["q_least"][batch, i] <= scalars["kv_most"][batch, j]
             needed &= scalars["kv_least"][batch, j] <= scalars["q_most"][batch, i]
         return Place(batch, head, kv_head, i, j, needed, is_first, is_last)
 
-    def visit(self, at: Place, refs: dict[str, Any], add: Callable[..., None]) -> None:
+    def visit(self, at: Place, refs: Refs, add: Callable[..., None]) -> None:
         """Add the step's tile if it is needed, without hiding anything where it is whole."""
-        whole = self.tiles.whole(at.i, at.j, *self._lengths(at, refs))
+        whole = self.tiles.whole(at.i, at.j, *self.lengths(at, refs))
         if "q_least" in refs:
             one = refs["q_least"][at.batch, at.i]
             others = (refs["q_most"], at.i), (refs["kv_least"], at.j), (refs["kv_most"], at.j)
@@ -247,70 +171,44 @@ class Call:
             pl.when(jnp.logical_and(at.needed, whole))(partial(add, masked=False))
             pl.when(jnp.logical_and(at.needed, jnp.logical_not(whole)))(partial(add, masked=True))
 
-    def scores(self, refs: dict[str, Any], q: Any, k: Any) -> tuple[Any, Any]:
-        """A tile of scores, and their slope by the scaled products if that is not one."""
-        options = self.options
-        left, right = (k, q) if self.turned else (q, k)
-        scores = dot(left, right, ROWS_TIMES_ROWS) * options.softmax_scale
-        slope = None
-        if options.logits_soft_cap is not None:
-            capped = jnp.tanh(scores / options.logits_soft_cap)
-            slope = 1.0 - capped * capped
-            scores = times_cap(capped, options.logits_soft_cap)
-        if "bias" in refs:
-            scores += self._as_tile(refs["bias"][0, 0].astype(jnp.float32))
-        return scores, slope
-
-    def visible(self, at: Place, refs: dict[str, Any]) -> Any:
-        """Which scores of the step's tile count; None: all."""
-        visible = self.tiles.visible(at.i, at.j, *self._lengths(at, refs), turned=self.turned)
-        if "mask" in refs:
-            seen = self._as_tile(refs["mask"][0, 0].astype(jnp.int32)) != 0
-            visible = both(visible, seen)
-        if "q_segments" in refs:
-            visible = both(visible, refs["q_segments"][0] == refs["kv_segments"][0])
-        return visible
-
-    def _lengths(self, at: Place, refs: dict[str, Any]) -> tuple[Index, Index]:
-        """Lengths beyond which a tile hides queries, where it sums over them, and keys, or None."""
-        q_length = refs["q_lengths"][at.batch] if "q_lengths" in refs and self.keys_first else None
-        return q_length, refs["kv_lengths"][at.batch] if "kv_lengths" in refs else None
-
-    def _as_tile(self, x: Any) -> Any:
-        """A block of a bias or a mask, `(block_q or 1, block_k or 1)`, as the tiles are turned."""
-        if not self.turned:
-            return x
-        return jnp.broadcast_to(x, (self.tiles.block_q, self.tiles.block_k)).T
-
     def run(
         self,
         body: Callable[..., None],
         *,
         name: str,
-        grid: tuple[int, ...],
-        outputs: list[tuple[jax.ShapeDtypeStruct, Any]],
-        scratch: list[Any],
-        interpret: bool,
+        outputs: list[tuple[Any, Spec]],
+        scratch: list[tuple[int, int]],
     ) -> list[jax.Array]:
-        scalar_names, names = list(self.scalars), list(self.operands)
-        count = len(scalar_names)
+        """Run `body(call, at, refs, outputs, scratch)`; outputs are given by dtype and block."""
+        tiles, count, names = self.tiles, len(self.scalars), [*self.scalars, *self.operands]
+        batch, kv_heads = self.operands["k"][0].shape[:2]
+        heads = kv_heads * tiles.group
+        grid: tuple[int, ...] = (batch, heads, tiles.q_blocks, tiles.key_steps)
+        if self.keys_first:
+            grid = (batch, kv_heads, tiles.k_blocks, tiles.group, tiles.query_steps)
 
-        def block_spec(spec: Any) -> pl.BlockSpec:
+        like = self.operands["k" if self.keys_first else "q"][0].shape
+
+        def whole(dtype: Any, block: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+            """The array that consists of such blocks: features of all positions, or rows."""
+            shape = (*like[:3], block[3]) if block[2] > 1 else (*like[:2], 1, like[2])
+            return jax.ShapeDtypeStruct(shape, dtype)
+
+        def block_spec(shape: tuple[int, ...], index: Callable[[Place], Any]) -> pl.BlockSpec:
             def index_map(*indices_and_scalars: Any) -> tuple[Index, ...]:
                 indices = indices_and_scalars[: len(grid)]
-                scalars = dict(zip(scalar_names, indices_and_scalars[len(grid) :], strict=True))
-                place: tuple[Index, ...] = spec.index(self.place(indices, scalars, steps=grid[-1]))
+                scalars = dict(zip(self.scalars, indices_and_scalars[len(grid) :], strict=True))
+                place: tuple[Index, ...] = index(self.place(indices, scalars, steps=grid[-1]))
                 return place
 
-            return pl.BlockSpec(spec.shape, index_map)
+            return pl.BlockSpec(shape, index_map)
 
-        def kernel(*refs: Any) -> None:
-            scalars = dict(zip(scalar_names, refs[:count], strict=True))
-            blocks = dict(zip(names, refs[count : count + len(names)], strict=True))
-            rest = refs[count + len(names) :]
+        def kernel(*all_refs: Any) -> None:
+            refs = dict(zip(names, all_refs, strict=False))
+            rest = all_refs[len(names) :]
             indices = tuple(pl.program_id(axis) for axis in range(len(grid)))
-            at = self.place(indices, scalars, steps=grid[-1])
-            body(at, {**scalars, **blocks}, rest[: len(outputs)], rest[len(outputs) :])
+            at = self.place(indices, refs, steps=grid[-1])
+            body(self, at, refs, rest[: len(outputs)], rest[len(outputs) :])
 
         summed = 2 if self.keys_first else 1  # the innermost axes, which add to one output block
         semantics: list[Any] = ["parallel"] * (len(grid) - summed) + ["arbitrary"] * summed
@@ -319,31 +217,20 @@ class Call:
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=count,
                 grid=grid,
-                in_specs=[block_spec(spec) for _, spec in self.operands.values()],
-                out_specs=[block_spec(spec) for _, spec in outputs],
-                scratch_shapes=scratch,
+                in_specs=[block_spec(*spec) for _, spec in self.operands.values()],
+                out_specs=[block_spec(*spec) for _, spec in outputs],
+                scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
             ),
-            out_shape=[shape for shape, _ in outputs],
+            out_shape=[whole(dtype, shape) for dtype, (shape, _) in outputs],
             compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
-            interpret=interpret,
+            interpret=self.interpret,
             name=name,
         )(*self.scalars.values(), *(array for array, _ in self.operands.values()))
         return results
 
 
-def equal_blocks(length: int, block: int) -> int:
-    """Blocks of at most `block` that hardly pad: multiples of 128, as equal as these can be."""
-    return round_up(ceil_div(length, ceil_div(length, round_up(block, LANES))), LANES)
-
-
-def round_up(x: int, to: int) -> int:
-    """The next multiple."""
+def _round_up(x: int, to: int) -> int:
     return ceil_div(x, to) * to
-
-
-def row_shape(batch: int, heads: int, length: int) -> jax.ShapeDtypeStruct:
-    """An array with a number per query, as rows."""
-    return jax.ShapeDtypeStruct((batch, heads, 1, length), jnp.float32)
 
 
 def _heads_first(x: jax.Array, length: int) -> jax.Array:
@@ -351,6 +238,5 @@ def _heads_first(x: jax.Array, length: int) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0))).swapaxes(1, 2)
 
 
-def dot(a: Any, b: Any, dimensions: Any) -> Any:
-    """A product that is summed in float32."""
+def _dot(a: Any, b: Any, dimensions: Any) -> Any:
     return lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)

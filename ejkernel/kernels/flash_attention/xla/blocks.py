@@ -1,7 +1,7 @@
 """Block sizes that are good on a CPU without measuring, and those worth measuring.
 
 Figures are from interleaved timings on two Zen 3 cores: 8 heads, lengths 64 to 4096, dimensions 32
-to 256, where nothing else is said. A rule gives the share of the time that its blocks take, beside
+to 256, where nothing else is said. A rule gives the share of the time that its blocks take versus
 those that would be chosen without it.
 """
 
@@ -14,6 +14,7 @@ from jaxlib.version import __version__ as _JAXLIB
 
 from ..options import Window
 from ..scalars import ceil_div
+from ..tiles import equal_blocks
 
 # Until jaxlib 0.10, XLA on CPU divides a batch of matrix products among its threads only inside one
 # product, and only if that product's result has at least so many elements: smaller tiles leave
@@ -89,7 +90,7 @@ class _Call:
 
     @property
     def scores(self) -> int:
-        """Of a key head."""
+        """How many scores a key head has."""
         return self.group * self.q_len * self.k_len
 
     def at_most(self, heads: float) -> int:
@@ -165,7 +166,7 @@ def _squares_of_gradients(call: _Call) -> Blocks | None:
     """
     length = call.k_len
     if call.group == 1 and min(call.q_len, length) >= _LONGEST_SIDE:
-        return Blocks(_equal(call.q_len, 512), _equal(length, 512), heads=1)
+        return Blocks(equal_blocks(call.q_len, 512), equal_blocks(length, 512), heads=1)
     if call.q_len != length or length <= _SMALL_SQUARE:
         return None
     if length > _SHORT:
@@ -196,11 +197,11 @@ def _tile_of_one_head(call: _Call) -> Blocks | None:
     if call.scores <= _LEAST_HEAD:
         return None
     if not call.backward:
-        block_q = _equal(q_len, _LONGEST_SIDE // group)
+        block_q = equal_blocks(q_len, _LONGEST_SIDE // group)
         return Blocks(block_q, _nearest(k_len, _FORWARD_TILE / (block_q * group)), heads=1)
     if min(group * q_len, k_len) < _LEAST_SIDE:
         return None
-    block_k = _equal(k_len, _LONGEST_SIDE)
+    block_k = equal_blocks(k_len, _LONGEST_SIDE)
     return Blocks(_nearest(q_len, _BACKWARD_TILE / (block_k * group)), block_k, heads=1)
 
 
@@ -260,22 +261,20 @@ def candidate_blocks(
 ) -> list[Blocks]:
     """Blocks worth racing, each program once: a longer block than the sequence is the sequence."""
     (batch, q_len, _, _), (_, k_len, kv_heads, _) = q_shape, k_shape
-    sides = _BACKWARD_SIDES if backward else _FORWARD_SIDES
-    of_one_head = _BACKWARD_SIDES_OF_ONE_HEAD if backward else _FORWARD_SIDES_OF_ONE_HEAD
+    sides, of_one_head = _CANDIDATES[backward]
     heads = dict.fromkeys((batch * kv_heads, kv_heads, 1))
     found = [(q, k, h) for q, k in sides for h in heads] + [(q, k, 1) for q, k in of_one_head]
     return list(dict.fromkeys(Blocks(min(q, q_len), min(k, k_len), h) for q, k, h in found))
 
 
-_FORWARD_SIDES = ((64, 64), (128, 128), (256, 256), (512, 256))
-_FORWARD_SIDES_OF_ONE_HEAD = ((1024, 1024), (2048, 512))
-_BACKWARD_SIDES = ((128, 128), (256, 256), (384, 384), (256, 512), (512, 512))
-_BACKWARD_SIDES_OF_ONE_HEAD = ((512, 1024), (256, 2048))
-
-
-def _equal(length: int, most: int) -> int:
-    """The size of equal blocks of at most so many, as in Tiling."""
-    return ceil_div(length, ceil_div(length, max(1, most)))
+# Queries and keys in a tile of some heads and in one of one head, forward (False) and backward.
+_CANDIDATES = {
+    False: (((64, 64), (128, 128), (256, 256), (512, 256)), ((1024, 1024), (2048, 512))),
+    True: (
+        ((128, 128), (256, 256), (384, 384), (256, 512), (512, 512)),
+        ((512, 1024), (256, 2048)),
+    ),
+}
 
 
 def _nearest(length: int, wanted: float) -> int:
@@ -290,7 +289,7 @@ def _long_and_short_block(
 
     A query is as many rows of a tile as there are heads that share its keys.
     """
-    long_block = _equal(long_len, 512 // long_rows)
+    long_block = equal_blocks(long_len, 512 // long_rows)
     needed = ceil_div(_THREADED_TILE, long_block * long_rows * short_rows)
     # Rounding the number of blocks down rounds the size of equal blocks up.
     return long_block, ceil_div(short_len, max(1, short_len // needed))

@@ -24,7 +24,7 @@ def to_rows(x: jax.Array, group: int) -> jax.Array:
     """`(batch, length, heads, d)` to `(batch, heads / group, length * group, d)`.
 
     The query heads that share a key head become extra rows, so keys are never repeated: row `r` is
-    query `r // group` of the `r % group`-th of those heads.
+    query `r // group` of the `r % group`-th of those heads. It is its own inverse: `from_rows`.
     """
     batch, length, heads, features = x.shape
     if group == 1:
@@ -34,14 +34,7 @@ def to_rows(x: jax.Array, group: int) -> jax.Array:
     return lax.reshape(x, (batch, heads // group, length * group, features))
 
 
-def from_rows(x: jax.Array, group: int) -> jax.Array:
-    """The inverse of `to_rows`."""
-    batch, kv_heads, rows, features = x.shape
-    if group == 1:
-        return lax.transpose(x, (0, 2, 1, 3))
-    x = lax.reshape(x, (batch, kv_heads, rows // group, group, features))
-    x = lax.transpose(x, (0, 2, 1, 3, 4))
-    return lax.reshape(x, (batch, rows // group, kv_heads * group, features))
+from_rows = to_rows
 
 
 def as_row(x: jax.Array, group: int) -> jax.Array:
@@ -68,11 +61,6 @@ def from_row(x: jax.Array, group: int, length: int) -> jax.Array:
 def block(x: jax.Array, index: Index, size: int, axis: int) -> jax.Array:
     """The `index`-th block of `size` along an axis; the array itself if it is all of it."""
     return x if size == x.shape[axis] else span(x, times(index, size), size, axis)
-
-
-def set_block(x: jax.Array, index: Index, new: jax.Array, axis: int) -> jax.Array:
-    """The array with another `index`-th block along an axis."""
-    return set_span(x, times(index, new.shape[axis]), new, axis)
 
 
 def span(x: jax.Array, start: Index, size: int, axis: int) -> jax.Array:

@@ -38,7 +38,7 @@ from ..rows import Statistics, exact_rows, is_large, sinks_gradient, softmax_sta
 from .backward import partial_gradients
 from .forward import partial_forward
 from .large_scores import statistics
-from .layout import block, filled, loop, set_block
+from .layout import block, filled, loop, set_span
 
 
 @usual_promotion
@@ -46,29 +46,23 @@ def ring_forward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    *,
-    sequence_axis: str,
-    block_q: int,
-    block_k: int,
-    block_heads: int | None = None,
-    **keywords: Any,
+    options: Options,
+    **blocks: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """As `forward`, with the sequence shared out over `sequence_axis`."""
-    options = Options(**keywords)
-    ring = _Ring.of(sequence_axis)
+    ring = _Ring.of(options.sequence_axis)
     dtype = accumulation_dtype(q.dtype)
-    blocks: dict[str, Any] = {"block_q": block_q, "block_k": block_k, "block_heads": block_heads}
 
     def step(t: Any, state: Any) -> Any:
         share, met = state
-        own = ring.options(options, share, ring.owner(t), q.shape[1], k.shape[1])
-        own = own.replace(sinks=None)
-        out, largest, total = partial_forward(q, share.k, share.v, own, **blocks)
+        own = ring.options(options, share, ring.owner(t), q, k).replace(sinks=None)
+        out, (largest, total) = partial_forward(q, share.k, share.v, own, apart=True, **blocks)
         here = Statistics(largest, total, out * _by_row(total))
         return ring.passed_on(share), _joined(met, here)
 
     share = _Share(k, v, options.kv_segment_ids)
-    start = _nothing_met(q, filled(q, v.shape[-1], 0.0, dtype))
+    one = lax.transpose(lax.squeeze(filled(q, 1, 0.0, dtype), (3,)), (0, 2, 1))
+    start = Statistics.before(one, filled(q, v.shape[-1], 0.0, dtype))
     _, met = loop(0, ring.size, step, (share, start))
     empty = jnp.isneginf(met.largest)
     if options.sinks is not None:
@@ -82,31 +76,22 @@ def ring_forward(
 
 @usual_promotion
 def ring_backward(
-    results: Results,
-    *,
-    sequence_axis: str,
-    block_q: int,
-    block_k: int,
-    block_heads: int | None = None,
-    differentiate_bias: bool = True,
-    **keywords: Any,
+    results: Results, options: Options, *, differentiate_bias: bool = True, **blocks: Any
 ) -> Gradients:
     """As `backward`, with the sequence shared out over `sequence_axis`."""
     q, k, v, out, lse, dout, dlse = results
-    options = Options(**keywords)
-    ring = _Ring.of(sequence_axis)
-    blocks: dict[str, Any] = {"block_q": block_q, "block_k": block_k, "block_heads": block_heads}
+    ring = _Ring.of(options.sequence_axis)
     rows = softmax_statistics(out, lse, dout, dlse)
 
     def collect(t: Any, state: Any) -> Any:
         share, met = state
-        own = ring.options(options, share, ring.owner(t), q.shape[1], k.shape[1])
-        here = statistics(q, share.k, share.v, rows, dout, options=own, **blocks)
+        own = ring.options(options, share, ring.owner(t), q, k)
+        here = statistics(q, share.k, share.v, rows, dout, own, **blocks)
         return ring.passed_on(share), _joined(met, here)
 
     share = _Share(k, v, options.kv_segment_ids)
     steps = ring.size * ring.largest(jnp.any(is_large(rows.shift)).astype(jnp.int32))
-    start: Any = (share, _nothing_met(q, lax.full_like(rows.delta, 0)))
+    start: Any = (share, Statistics.before(lax.full_like(rows.delta, 0)))
     share, found = loop(0, steps, collect, start)
     rows = exact_rows(rows, found, options.sinks, dlse)
 
@@ -119,7 +104,7 @@ def ring_backward(
             share.v,
             rows,
             dout,
-            options=ring.options(options, share, owner, q.shape[1], k.shape[1]),
+            ring.options(options, share, owner, q, k),
             **blocks,
             differentiate_bias=differentiate_bias,
             dtype=lse.dtype,
@@ -154,7 +139,8 @@ class _Ring(NamedTuple):
     here: jax.Array
 
     @staticmethod
-    def of(axis: str) -> _Ring:
+    def of(axis: str | None) -> _Ring:
+        assert axis is not None
         return _Ring(axis, lax.axis_size(axis), lax.axis_index(axis))
 
     def owner(self, step: jax.Array) -> jax.Array:
@@ -174,29 +160,20 @@ class _Ring(NamedTuple):
         return x
 
     def options(
-        self, options: Options, share: _Share, owner: jax.Array, q_len: int, k_len: int
+        self, options: Options, share: _Share, owner: jax.Array, q: jax.Array, k: jax.Array
     ) -> Options:
         """The options as they are for this device's queries against one share of the keys."""
 
         def columns(x: jax.Array | None) -> jax.Array | None:
-            return x if x is None or x.shape[3] == 1 else block(x, owner, k_len, 3)
+            return x if x is None or x.shape[3] == 1 else block(x, owner, k.shape[1], 3)
 
         return options.replace(
             bias=columns(options.bias),
             mask=columns(options.mask),
             kv_segment_ids=share.segment_ids,
-            first_query=self.here * q_len,
-            first_key=owner * k_len,
+            first_query=self.here * q.shape[1],
+            first_key=owner * k.shape[1],
         )
-
-
-def _nothing_met(q: jax.Array, weighted: jax.Array) -> Statistics:
-    """The statistics of queries before they met any keys."""
-    lowest, zeros = (
-        lax.transpose(lax.squeeze(filled(q, 1, x, weighted.dtype), (3,)), (0, 2, 1))
-        for x in (-jnp.inf, 0.0)
-    )
-    return Statistics(lowest, zeros, weighted)
 
 
 def _joined(one: Statistics, other: Statistics) -> Statistics:
@@ -221,4 +198,5 @@ def _with_part(whole: jax.Array, part: jax.Array, owner: jax.Array) -> jax.Array
     """A bias gradient with that of one share's columns added; if it has none, the sum."""
     if whole.shape == part.shape:
         return whole + part
-    return set_block(whole, owner, block(whole, owner, part.shape[3], 3) + part, 3)
+    size = part.shape[3]
+    return set_span(whole, owner * size, block(whole, owner, size, 3) + part, 3)

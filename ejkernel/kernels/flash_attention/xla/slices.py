@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -77,10 +77,6 @@ class Slice:
     example: Index
     head: Index
 
-    @property
-    def is_all(self) -> bool:
-        return self.slices.count == 1
-
     def queries(self, x: jax.Array) -> jax.Array:
         """Its part of a `(batch, length, heads, d)` array."""
         return self._take(x, 2, self.slices.heads * self.slices.group)
@@ -104,31 +100,22 @@ class Slice:
         """
         return self._put(x, part, 2, start)
 
-    def of_table(self, x: jax.Array) -> jax.Array:
-        """Its part of a `(batch, heads, queries, keys)` array, in which axes may be 1."""
-        return self._take(x, 1, self.slices.heads * self.slices.group)
-
     def options(self, options: Options) -> Options:
         """Its part of the options."""
-        if self.is_all:
+        if self.slices.count == 1:
             return options
         rows = self.slices.heads * self.slices.group
-
-        def examples(x: jax.Array | None) -> jax.Array | None:
-            return None if x is None else block(x, self.example, self.slices.examples, 0)
-
-        def table(x: jax.Array | None) -> jax.Array | None:
-            return None if x is None else self.of_table(x)
-
-        sinks = options.sinks
+        given = {name: x for name, x in vars(options).items() if x is not None}
+        changed: dict[str, Any] = {
+            name: block(given[name], self.example, self.slices.examples, 0)
+            for name in ("segment_ids", "kv_segment_ids", "q_lengths", "kv_lengths")
+            if name in given
+        }
+        changed |= {n: self._take(given[n], 1, rows) for n in ("bias", "mask") if n in given}
+        if options.sinks is not None:
+            changed["sinks"] = block(options.sinks, self.head, rows, 0)
         return options.replace(
-            bias=table(options.bias),
-            mask=table(options.mask),
-            segment_ids=examples(options.segment_ids),
-            kv_segment_ids=examples(options.kv_segment_ids),
-            q_lengths=examples(options.q_lengths),
-            kv_lengths=examples(options.kv_lengths),
-            sinks=None if sinks is None else block(sinks, self.head, rows, 0),
+            **changed,
             first_example=options.first_example + times(self.example, self.slices.examples),
             first_head=options.first_head + times(self.head, rows),
         )

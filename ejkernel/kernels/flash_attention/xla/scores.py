@@ -8,6 +8,7 @@ between the two is here, so that both passes compute the same scores.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,19 +19,20 @@ from jax import lax
 from ...slicing import put
 from ..dropout import keep_mask
 from ..options import Options
+from ..rows import Statistics
 from ..scalars import Index, int32, minus, plus, scalar, times, times_cap
+from ..tiles import Tiles
 from .layout import block, counting, pad
-from .tiling import Tiling
 
 _KEYS_IN_FRONT = (0, 1, 4, 2, 3)
 _KEYS_LAST = (0, 1, 3, 4, 2)
 
 
 @dataclasses.dataclass(frozen=True)
-class Tile:
+class Scores:
     """The scores of query block `i` against key block `j`, for some examples and heads."""
 
-    tiling: Tiling
+    tiles: Tiles
     options: Options
     keys_in_front: bool
 
@@ -42,7 +44,7 @@ class Tile:
         """
         options = self.options
         elsewhere = not isinstance(options.first_key, int)
-        unseen = options.hides_anywhere or options.bias is not None or self.tiling.k_len == 0
+        unseen = options.hides_anywhere or options.bias is not None or self.tiles.kv_len == 0
         return unseen or elsewhere
 
     def apply(
@@ -81,6 +83,19 @@ class Tile:
         slope = None if slope is None else lax.reshape(slope, shape)
         return lax.reshape(scores, shape), slope
 
+    def add_to_softmax(
+        self, met: Statistics, tile: jax.Array, weigh: Callable[[jax.Array], jax.Array]
+    ) -> Statistics:
+        """The online softmax of rows with a tile added, of whose weights `weigh` makes a sum."""
+        axis = 2 if self.keys_in_front else 3
+        largest = lax.max(met.largest, over_keys(lax.reduce_max, tile, axis))
+        # A row that has met nothing but -inf is shifted by nothing: -inf - -inf would be NaN.
+        shift = zero_if_lowest(largest) if self.may_hide_all_of_a_first_tile else largest
+        shrink = lax.exp(lax.sub(met.largest, shift))
+        weights = lax.exp(lax.sub(tile, shift))
+        total = lax.add(lax.mul(shrink, met.total), over_keys(lax.reduce_sum, weights, axis))
+        return Statistics(largest, total, lax.add(lax.mul(shrink, met.weighted), weigh(weights)))
+
     def on_diagonal(self, products: jax.Array, queries: int) -> jax.Array:
         """Scores of a strip, `diagonal.strips`: its last keys are its own queries.
 
@@ -90,7 +105,7 @@ class Tile:
         scores, _ = self._capped(products)
         shape, keys = scores.shape, scores.shape[3]
         row, key = (lax.broadcasted_iota(np.int32, shape, axis) for axis in (2, 3))
-        query = row if self.tiling.group == 1 else lax.div(row, np.int32(self.tiling.group))
+        query = row if self.tiles.group == 1 else lax.div(row, np.int32(self.tiles.group))
         visible = lax.le(key, lax.add(query, np.int32(keys - queries)))
         return lax.select(visible, scores, lax.full_like(scores, -jnp.inf))
 
@@ -100,7 +115,8 @@ class Tile:
         if key is None:
             return weights
         five = self._with_five_axes(weights)
-        batch, kv_heads, queries, group, keys = self._canonical(five.shape)
+        shape = five.shape if not self.keys_in_front else [five.shape[a] for a in _KEYS_LAST]
+        batch, kv_heads, queries, group, keys = shape
         heads = counting(kv_heads * group).reshape(1, kv_heads, 1, group, 1)
         keep = keep_mask(
             rate,
@@ -127,8 +143,6 @@ class Tile:
         starts = (0, 0, times(j, keys), times(i, queries), 0)
         return put(gradient, lax.add(before, five), starts)
 
-    # --- parts -----------------------------------------------------------------------------------
-
     def _capped(self, scores: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """The scores after the soft cap, and its slope; as they are if there is none."""
         cap = self.options.logits_soft_cap
@@ -140,48 +154,51 @@ class Tile:
 
     def _visible(self, i: Index, j: Index) -> jax.Array | None:
         """Which scores count, `(batch or 1, heads or 1, queries, group or 1, keys)` as placed."""
-        options, tiling = self.options, self.tiling
+        options, tiles = self.options, self.tiles
         parts = []
         left, right = options.band
-        key = self._iota(tiling.block_k, axis=4)
+        key = self._iota(tiles.block_k, axis=4)
         if left is not None or right is not None:
             # Positions, not differences of them: a table of those would be the same for all tiles,
             # and XLA would keep it in memory and read it instead of comparing.
-            query = self._iota(tiling.block_q, axis=2)
+            query = self._iota(tiles.block_q, axis=2)
             start = plus(self._first_key(j), minus(self._first_query(i)))
             position = lax.add(key, int32(start))
             if right is not None:
                 parts.append(lax.le(position, lax.add(query, np.int32(right))))
             if left is not None:
                 parts.append(lax.ge(position, lax.sub(query, np.int32(left))))
-        if tiling.k_len < tiling.padded_k_len:
-            real = plus(tiling.k_len, minus(times(j, tiling.block_k)))
+        if tiles.kv_len < tiles.padded_kv_len:
+            real = plus(tiles.kv_len, minus(times(j, tiles.block_k)))
             parts.append(lax.lt(key, int32(real)))
         if options.kv_lengths is not None:
             lengths = options.kv_lengths.reshape(-1, 1, 1, 1, 1)
             parts.append(key + self._first_key(j) < lengths)
         if options.segment_ids is not None and options.kv_segment_ids is not None:
-            parts.append(self._same_segment(options.segment_ids, options.kv_segment_ids, i, j))
+            q_ids = block(pad(options.segment_ids, tiles.padded_q_len, 1), i, tiles.block_q, 1)
+            k_ids = block(pad(options.kv_segment_ids, tiles.padded_kv_len, 1), j, tiles.block_k, 1)
+            same = q_ids[:, None, :, None, None] == k_ids[:, None, None, None, :]
+            parts.append(self._placed(same))
         if options.mask is not None:
             parts.append(self._part(options.mask, i, j))
         visible = None
         for part in parts:
-            visible = part if visible is None else lax.bitwise_and(*_same_shape(visible, part))
+            if visible is None:
+                visible = part
+                continue
+            shape = np.broadcast_shapes(visible.shape, part.shape)
+            wide = [lax.broadcast_in_dim(x, shape, range(5)) for x in (visible, part)]
+            visible = lax.bitwise_and(*wide)
         return visible
-
-    def _same_segment(self, q_ids: jax.Array, k_ids: jax.Array, i: Index, j: Index) -> jax.Array:
-        q_ids = block(pad(q_ids, self.tiling.padded_q_len, 1), i, self.tiling.block_q, 1)
-        k_ids = block(pad(k_ids, self.tiling.padded_k_len, 1), j, self.tiling.block_k, 1)
-        return self._placed(q_ids[:, None, :, None, None] == k_ids[:, None, None, None, :])
 
     def _part(self, x: jax.Array, i: Index, j: Index) -> jax.Array:
         """Of a `(batch, heads, queries, keys)` array, axes of 1 included, what this tile needs."""
         if x.shape[2] > 1:
-            x = block(x, i, self.tiling.block_q, 2)
+            x = block(x, i, self.tiles.block_q, 2)
         if x.shape[3] > 1:
-            x = block(x, j, self.tiling.block_k, 3)
+            x = block(x, j, self.tiles.block_k, 3)
         batch, heads, queries, keys = x.shape
-        group = 1 if heads == 1 else self.tiling.group
+        group = 1 if heads == 1 else self.tiles.group
         x = lax.reshape(x, (batch, heads // group, group, queries, keys))
         return self._placed(lax.transpose(x, (0, 1, 3, 2, 4)))
 
@@ -195,37 +212,49 @@ class Tile:
     def _placed(self, x: jax.Array) -> jax.Array:
         return lax.transpose(x, _KEYS_IN_FRONT) if self.keys_in_front else x
 
-    def _canonical(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(shape[a] for a in _KEYS_LAST) if self.keys_in_front else shape
-
     def _with_five_axes(self, tile: jax.Array) -> jax.Array:
         batch, heads, rows, columns = tile.shape
-        group = self.tiling.group
+        group = self.tiles.group
         if self.keys_in_front:
             return lax.reshape(tile, (batch, heads, rows, columns // group, group))
         return lax.reshape(tile, (batch, heads, rows // group, group, columns))
 
     def _first_query(self, i: Index) -> Index:
-        return plus(self.options.first_query, times(i, self.tiling.block_q))
+        return plus(self.options.first_query, times(i, self.tiles.block_q))
 
     def _first_key(self, j: Index) -> Index:
-        return plus(self.options.first_key, times(j, self.tiling.block_k))
+        return plus(self.options.first_key, times(j, self.tiles.block_k))
 
 
-def _same_shape(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    shape = np.broadcast_shapes(a.shape, b.shape)
-    wide = [lax.broadcast_in_dim(x, shape, range(5)) for x in (a, b)]
-    return wide[0], wide[1]
+def over_keys(reduce: Any, tile: jax.Array, axis: int) -> jax.Array:
+    """A reduction of a tile over its keys, of which one stays."""
+    return lax.expand_dims(reduce(tile, (axis,)), (axis,))
 
 
-def padded(options: Options, tiling: Tiling) -> Options:
+def zero_if_lowest(x: jax.Array) -> jax.Array:
+    """The array with zeros for -inf."""
+    return lax.select(lax.eq(x, scalar(-jnp.inf, x)), lax.full_like(x, 0), x)
+
+
+def weighted(weights: jax.Array, x: jax.Array, *, masked: bool) -> jax.Array:
+    """Their product; in a tile that hides scores zero wherever the weight is.
+
+    Zero times what is too large for a number would be NaN.
+    """
+    found = lax.mul(weights, x)
+    if not masked:
+        return found
+    return lax.select(lax.eq(weights, scalar(0, weights)), lax.full_like(found, 0), found)
+
+
+def padded(options: Options, tiles: Tiles) -> Options:
     """The options with bias and mask as long as the padded sequences, where they are not 1."""
 
     def fit(x: jax.Array | None) -> jax.Array | None:
         if x is None:
             return None
-        x = pad(x, tiling.padded_q_len, 2) if x.shape[2] > 1 else x
-        return pad(x, tiling.padded_k_len, 3) if x.shape[3] > 1 else x
+        x = pad(x, tiles.padded_q_len, 2) if x.shape[2] > 1 else x
+        return pad(x, tiles.padded_kv_len, 3) if x.shape[3] > 1 else x
 
     return options.replace(bias=fit(options.bias), mask=fit(options.mask))
 
