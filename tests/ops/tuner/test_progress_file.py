@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import jax.numpy as jnp
@@ -114,6 +115,7 @@ def test_a_slow_folder_is_written_to_less_often(monkeypatch):
         def write(self, *args, **kwargs):
             now[0] += 2.0
 
+        def remove(self, name): ...
         def names(self): return []  # fmt: skip
 
     monkeypatch.setattr(files.PrivateFolder, "open", lambda *args, **kwargs: Slow())
@@ -239,3 +241,30 @@ def test_two_runs_of_one_process_have_a_file_each():
     assert [progress.name for progress in running()] == ["g"]
     second.close()
     assert running() == []
+
+
+def test_a_run_that_is_written_all_the_time_is_always_seen(monkeypatch):
+    monkeypatch.setattr(files, "SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr(files, "LARGEST_SHARE", float("inf"))
+    file, over = ProgressFile(), threading.Event()
+    operation = file.operation("f", lambda: None)
+    operation.step("race", name="f", candidates=3, rounds=10**6)
+
+    def write():
+        done = 0
+        while not over.is_set():
+            done += 1
+            operation.step("round", name="f", running=3, done=done)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        done = [[progress.done for progress in running()] for _ in range(300)]
+    finally:
+        over.set()
+        thread.join()
+        file.close()
+    assert all(len(each) == 1 for each in done)
+    assert done == sorted(done)
+    assert len({each[0] for each in done}) > 10
+    assert os.listdir(files.default_folder()) == []
