@@ -16,7 +16,7 @@ from .. import __version__
 from ..markup import Markup, joined, tag
 from ..ops.tuner.progress_file import TuningProgress
 from ..report import Run, render
-from ..report.formatting import counted, duration, speedup
+from ..report.formatting import counted, duration, shortened, speedup
 from ..report.widgets import card, chip
 from .contents import Contents, RecordedRun, StoredDevice, attempt
 
@@ -128,18 +128,17 @@ def _hash(text: str) -> str:
 def _progress(progress: TuningProgress, now: float) -> Markup:
     """A run under way: what it tunes, how far it is, what leads, how long it will take."""
     operation, _, call = progress.name.partition("(")
-    call = call.removesuffix(")")
+    call = shortened(call.removesuffix(")"))
     if len(call) > LONGEST_SIGNATURE:
         call = f"{call[:LONGEST_SIGNATURE]}…"
     name = operation.partition("@v")[0] or "A tuning run"
     number = f"operation {progress.operation} of {progress.operations}"
-    left = progress.seconds_left(now)
     facts = [
         ("doing", progress.phase),
         ("candidates tried", f"{progress.tried} of {progress.candidates}"),
+        ("running for", _whole(max(1.0, now - progress.began))),
+        ("time left", _left(progress.seconds_left(now))),
         ("best so far", _best(progress)),
-        ("running for", duration(max(0.0, now - progress.began))),
-        ("time left", "not known yet" if left is None else f"about {duration(round(left))}"),
     ]
     bar = tag(
         "progress",
@@ -160,15 +159,26 @@ def _progress(progress: TuningProgress, now: float) -> Markup:
         tag("p", tag("code", call)) if call else None,
         bar,
         tag("dl", *(tag("div", tag("dt", key), tag("dd", value)) for key, value in facts)),
+        tag("p", tag("code", progress.best)) if progress.best else None,
         tag("p", tag("code", progress.device), " · ", where, class_="soft"),
     )
 
 
-def _best(progress: TuningProgress) -> Markup:
+def _left(seconds: float | None) -> str:
+    if seconds is None:
+        return "not known yet"
+    return "about a second" if seconds < 1.5 else f"about {_whole(seconds)}"
+
+
+def _whole(seconds: float) -> str:
+    return f"{round(seconds)} s" if seconds < 59.5 else duration(seconds)
+
+
+def _best(progress: TuningProgress) -> str:
     if progress.seconds is None:
-        return joined(["nothing measured yet"])
+        return "nothing measured yet"
     gain = speedup(progress.heuristic_seconds, progress.seconds)
-    return joined([f"{duration(progress.seconds)}, {gain} ", tag("code", progress.best)])
+    return f"{duration(progress.seconds)}, speedup {gain}"
 
 
 def _table(columns: tuple[tuple[str, str | None], ...], rows: list[Markup]) -> Markup:

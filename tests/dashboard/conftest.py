@@ -20,7 +20,7 @@ import pytest
 HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "report")]
 
-from browser import running_browser  # noqa: E402
+from browser import Browser, find_browser, running_browser  # noqa: E402, F401
 from sample_runs import plain_run  # noqa: E402
 
 from ejkernel.cli.records import runs_folder  # noqa: E402

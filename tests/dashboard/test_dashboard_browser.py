@@ -58,7 +58,7 @@ def test_a_run_appears_advances_and_ends_without_reloading(started, browser, tun
     assert "No tuning run is under way" in page.ask("document.querySelector('#live').textContent")
     assert page.count("#runs tbody tr") == 0
     process = tuning()
-    page.wait("document.querySelector('#live progress[max]')")
+    page.wait("document.querySelector('#live progress[max]') !== null")
     assert "slow_row_sum" in page.ask("document.querySelector('#live h2').textContent")
     tried = "[...document.querySelectorAll('#live dd')].map(e => e.textContent)[1] || ''"
     seen = []
@@ -82,7 +82,7 @@ def test_a_dashboard_that_ended_is_said(started, browser):
     dashboard = started()
     page = browser.open(dashboard.url)
     assert dashboard.end()[0] == 0
-    page.wait("document.querySelector('#live .lost')")
+    page.wait("document.querySelector('#live .lost') !== null")
     assert "does not answer any more" in page.ask("document.querySelector('#live').textContent")
 
 
