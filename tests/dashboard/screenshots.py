@@ -11,9 +11,12 @@ import subprocess
 import sys
 import tempfile
 
-from conftest import Browser, find_browser, running_dashboard, wait_for
-
 HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "report"))
+
+from browser import Browser, find_browser  # noqa: E402
+from dashboards import running_dashboard, wait_for  # noqa: E402
+
 PATH = "/home/me/.cache/ejkernel/configs"  # shown instead of the temporary one
 
 

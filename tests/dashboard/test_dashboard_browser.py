@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import put_record, wait_for
+from dashboards import put_record, wait_for
 from sample_runs import hostile_run, plain_run
 
 from ejkernel.ops import PersistentCache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import pwd
 import signal
 import socket
 import subprocess
@@ -11,7 +12,7 @@ import sys
 import urllib.parse
 
 import pytest
-from conftest import put_record, wait_for
+from dashboards import put_record, wait_for
 from sample_runs import HOSTILE, hostile_run, plain_run
 
 from ejkernel.cli import run
@@ -334,3 +335,31 @@ def test_ctrl_c_of_the_run_removes_it(started, tuning):
     assert dashboard.get("/live.json").data["running"] == []
     folder = runs_folder().parent / "progress"
     assert os.listdir(folder) == []
+
+
+# --- without a place for anything ----------------------------------------------------------------
+
+
+def test_a_user_without_a_home_folder_gets_a_page(monkeypatch):
+    from ejkernel.dashboard import pages
+    from ejkernel.dashboard.contents import Contents
+
+    def unknown(uid):
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("EJKERNEL_CACHE_DIR")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    page = pages.index(Contents(None)).html
+    assert "there is no home folder" in page
+    assert "EJKERNEL_CACHE_DIR" in page
+    assert "No tuning run is under way" in page
+
+
+def test_a_user_whose_home_cannot_be_used_gets_a_dashboard(monkeypatch, started):
+    monkeypatch.delenv("EJKERNEL_CACHE_DIR")
+    monkeypatch.setenv("HOME", "/proc/nonexistent")
+    dashboard = started()
+    assert dashboard.get("/").status == 200
+    assert dashboard.get("/live.json").data["running"] == []
+    assert dashboard.get("/store").status == 404
