@@ -55,7 +55,7 @@ def live(contents: Contents) -> Markup:
     """The part of the index that its script asks for again and again."""
     now = time.time()
     progress = contents.running()
-    shown = [_progress(each, now) for each in progress] or [
+    shown = [progress_card(each, now) for each in progress] or [
         tag("p", "No tuning run is under way.", class_="soft idle")
     ]
     version, _ = attempt(lambda: [contents.version()])
@@ -125,7 +125,7 @@ def _hash(text: str) -> str:
 # --- parts of the index --------------------------------------------------------------------------
 
 
-def _progress(progress: TuningProgress, now: float) -> Markup:
+def progress_card(progress: TuningProgress, now: float) -> Markup:
     """A run under way: what it tunes, how far it is, what leads, how long it will take."""
     operation, _, call = progress.name.partition("(")
     call = shortened(call.removesuffix(")"))
