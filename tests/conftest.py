@@ -31,6 +31,7 @@ LONG = (
     "fleet/",
     "targets/",
     "report/test_browser.py",
+    "dashboard/test_dashboard_browser.py",
     "test_example_train_transformer.py",
     "test_examples.py",
 )

@@ -22,7 +22,7 @@ LAYERS = [
     ("ops",),  # ops/__init__.py puts the layers together
     ("kernels",),
     ("modules",),
-    ("fleet", "targets", "report", "tuning", "decorator", "cli", "__main__"),
+    ("fleet", "targets", "report", "tuning", "decorator", "dashboard", "cli", "__main__"),
 ]
 ASSEMBLED = LAYERS.index(("ops",))
 

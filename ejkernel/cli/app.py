@@ -18,6 +18,7 @@ from . import options
 from .bench import bench
 from .check import check
 from .configs import configs
+from .dashboard import dashboard
 from .doctor import doctor
 from .exits import Exit, Failure, in_one_line, os_reason
 from .labels import labels
@@ -93,7 +94,18 @@ def completion(state: State, shell: str) -> None:
     state.result({"shell": shell, "script": script, "install": _INSTALL[shell]}, script)
 
 
-for command in (doctor, tune, bench, report, configs, check, labels, native, completion):
+for command in (
+    doctor,
+    tune,
+    bench,
+    report,
+    dashboard,
+    configs,
+    check,
+    labels,
+    native,
+    completion,
+):
     app.add_command(command)
 
 

@@ -28,6 +28,7 @@ _EXTRAS = (
     ("search", "sklearn", "scikit-learn", "learns which candidates of a large space to try"),
     ("postgres", "psycopg", "psycopg", "a store on a PostgreSQL server"),
     ("ray", "ray", "ray", "tuning on a Ray cluster"),
+    ("dashboard", "uvicorn", "uvicorn", "runs under way in the browser (ejkernel dashboard)"),
 )
 
 

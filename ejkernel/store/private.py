@@ -155,20 +155,25 @@ class PrivateFolder:
         with self.opened(name) as descriptor:
             return read_descriptor(descriptor, limit=limit)
 
-    def write(self, name: str, data: bytes) -> None:
-        """Write a file that only its owner may read: whole, or not at all."""
+    def write(self, name: str, data: bytes, *, durable: bool = True) -> None:
+        """Write a file that only its owner may read: whole, or not at all.
+
+        Without `durable` the disk is not waited for: a machine that loses power loses the file.
+        """
         temporary = f".writing-{uuid.uuid4().hex}"
         descriptor = os.open(self._name(temporary), _NEW, 0o600, dir_fd=self.descriptor)
         try:
             if _POSIX:
                 os.fchmod(descriptor, 0o600)
-            _write_durably(descriptor, data)
-            self.move(temporary, self, name)
+            _write_and_close(descriptor, data, durable=durable)
+            self.move(temporary, self, name, durable=durable)
         except BaseException:
             self.remove(temporary)
             raise
 
-    def move(self, name: str, target: PrivateFolder, new_name: str) -> None:
+    def move(
+        self, name: str, target: PrivateFolder, new_name: str, *, durable: bool = True
+    ) -> None:
         """Move something to another folder or name, in place of what is there."""
         os.replace(
             self._name(name),
@@ -176,7 +181,8 @@ class PrivateFolder:
             src_dir_fd=self.descriptor,
             dst_dir_fd=target.descriptor,
         )
-        target.flush()
+        if durable:
+            target.flush()
 
     def remove(self, name: str) -> bool:
         """Remove a file, or a link itself; False if it was not there."""
@@ -315,7 +321,7 @@ def write_whole(file: pathlib.Path, text: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f".writing-{uuid.uuid4().hex}")
     try:
-        _write_durably(os.open(temporary, _NEW, 0o666), text.encode())
+        _write_and_close(os.open(temporary, _NEW, 0o666), text.encode())
         os.replace(temporary, file)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -323,12 +329,13 @@ def write_whole(file: pathlib.Path, text: str) -> None:
     flush_folder(file.parent)
 
 
-def _write_durably(descriptor: int, data: bytes) -> None:
-    """Write to a descriptor, which is closed, and wait for the disk."""
+def _write_and_close(descriptor: int, data: bytes, *, durable: bool = True) -> None:
+    """Write to a descriptor, which is closed; if it is to be durable, wait for the disk."""
     with os.fdopen(descriptor, "wb") as stream:
         stream.write(data)
         stream.flush()
-        os.fsync(stream.fileno())
+        if durable:
+            os.fsync(stream.fileno())
 
 
 def flush_folder(folder: pathlib.Path) -> None:

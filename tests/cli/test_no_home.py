@@ -71,6 +71,7 @@ COMMANDS = {
     "report": (3,),
     "report --list": (0, 3),
     "report --from-store": (0, 4),
+    "dashboard --token short": (2,),  # tests/dashboard has the rest: it does not end
     "configs list": (0,),
     "configs list --store {bundle}": (0,),
     "configs list --store ~/store": (4,),

@@ -4,6 +4,7 @@ config that fits."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import pathlib
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from fuzzing import JSON, KERNEL, SCALARS, Blocks, as_text, at_length, changed, damaged, quickly
 from hypothesis import strategies as st
 
+from ejkernel.dashboard.pages import progress_card
 from ejkernel.ops import (
     ConfigCache,
     ConfigSelectorChain,
@@ -25,6 +27,8 @@ from ejkernel.ops import (
 from ejkernel.ops.config.freshness import made_by
 from ejkernel.ops.core.requirements import reasons_against_config
 from ejkernel.ops.tuner.isolation.journal import Journal, _crash_name
+from ejkernel.ops.tuner.progress_file import TuningProgress, running
+from ejkernel.ops.utils.processes import ProcessIdentity
 from ejkernel.report import Run, render
 from ejkernel.store import StoreError
 from ejkernel.store.bundle import BundleError
@@ -199,3 +203,50 @@ def notes(data):
 
 test_notes = quickly(NOTES)(notes)
 test_notes_at_length = at_length(NOTES)(notes)
+
+
+# --- the progress of runs -------------------------------------------------------------------------
+
+PROGRESS = {
+    "name": "matmul@v1(float32[8], causal=True)",
+    "device": "cpu|x",
+    "phase": "racing 2 candidates",
+    "operation": 1,
+    "operations": 2,
+    "tried": 4,
+    "candidates": 4,
+    "done": 10,
+    "steps": 40,
+    "best": "Blocks(8)",
+    "seconds": 1e-3,
+    "heuristic_seconds": 2e-3,
+    "limit": 60.0,
+    "began": 100.0,
+    "operation_began": 110.0,
+    "phase_began": 120.0,
+    "when": 130.0,
+    "process": dataclasses.asdict(ProcessIdentity.here()),
+}
+PROGRESSES = (
+    (changed(PROGRESS) | JSON).map(lambda plain: json.dumps(plain).encode())
+    | damaged(json.dumps(PROGRESS).encode())
+    | st.binary(max_size=30)
+)
+
+
+def progresses(data):
+    with tempfile.TemporaryDirectory() as folder:
+        (pathlib.Path(folder) / "a-1.json").write_bytes(data)
+        for progress in running(pathlib.Path(folder)):
+            left = progress.seconds_left(140.0)
+            assert left is None or 0 <= left < 1e26
+    try:
+        progress = TuningProgress.loads(data)
+    except ValueError:
+        return
+    assert progress.process.is_running() in (True, False, None)
+    progress_card(progress, 140.0).encode()
+
+
+test_progresses = quickly(PROGRESSES)(progresses)
+test_progresses_at_length = at_length(PROGRESSES)(progresses)

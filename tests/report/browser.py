@@ -15,7 +15,11 @@ import shutil
 import subprocess
 import tempfile
 import time
+import warnings
+from collections.abc import Iterator
 from typing import Any
+
+import pytest
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 SECONDS = 60.0
@@ -91,7 +95,7 @@ class Browser:
         return self._log.read().decode(errors="replace")[-2000:]
 
     def open(
-        self, file: pathlib.Path, *, width: int = 1100, height: int = 900, dark: bool = False
+        self, file: pathlib.Path | str, *, width: int = 1100, height: int = 900, dark: bool = False
     ) -> Page:
         return Page(self, file, width, height, dark)
 
@@ -109,11 +113,27 @@ class Browser:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def running_browser() -> Iterator[Browser]:
+    """A browser for a fixture; without one, the tests that need it are skipped, and say so."""
+    program = find_browser()
+    if program is None:
+        message = (
+            "NOT TESTED: pages in a browser. No chromium was found on the PATH; on Debian: "
+            "apt-get install chromium"
+        )
+        warnings.warn(message, stacklevel=1)
+        pytest.skip(message)
+    running = Browser(program)
+    yield running
+    running.close()
+
+
 class Page:
     """A page of its own, with everything that its console said and everything it asked for."""
 
     def __init__(
-        self, browser: Browser, file: pathlib.Path, width: int, height: int, dark: bool
+        self, browser: Browser, file: pathlib.Path | str, width: int, height: int, dark: bool
     ) -> None:
         self._browser = browser
         # A context of its own: what one page keeps, another does not see.
@@ -135,7 +155,8 @@ class Page:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Page.navigate", url=file.resolve().as_uri())
+        url = file if isinstance(file, str) else file.resolve().as_uri()
+        self.call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:

@@ -159,11 +159,16 @@ def tune_invocations(
 
     What takes most of the time is tuned first and with most effort (see `tuners_by_share`).
     """
+    from ..tuner.progress_file import progress_file
+
     distinct, skipped = distinct_calls(calls)
     answers = {key: _attempt(selector, inv, Sources.STORED) for key, inv in distinct.items()}
     open_ones = {key: distinct[key] for key, answer in answers.items() if isinstance(answer, Miss)}
-    for key, tuner in tuners_by_share(selector.tuner, open_ones):
-        answers[key] = _attempt(selector, distinct[key], Sources.MEASURED, tuner)
+    with progress_file(len(open_ones)) as file:
+        if len(open_ones) > 1:
+            file.prepare("timing each operation once")
+        for key, tuner in tuners_by_share(selector.tuner, open_ones):
+            answers[key] = _attempt(selector, distinct[key], Sources.MEASURED, tuner)
     entries = []
     for key, answer in answers.items():
         if isinstance(answer, Decision):

@@ -144,14 +144,14 @@ class NotebookBar:
 
 
 class Progress(Bar):
-    """Shows how far a tuning run is, and tells a listener of each step, as `Tuner` describes."""
+    """Shows how far a tuning run is, and tells listeners of each step, as `Tuner` describes."""
 
     def __init__(
         self, name: str, wanted: bool | None = None, on_step: Callable[..., None] | None = None
     ) -> None:
         super().__init__(name, wanted)
         self._whole_name = name
-        self._on_step = on_step
+        self.listeners = [] if on_step is None else [on_step]
 
     def building(self, count: int) -> None:
         """So many candidates are about to be compiled and checked."""
@@ -179,10 +179,9 @@ class Progress(Bar):
         self._tell("round", running=running, done=done)
 
     def _tell(self, step: str, **data: Any) -> None:
-        if self._on_step is None:
-            return
-        try:
-            self._on_step(step, name=self._whole_name, **data)
-        except Exception:
-            # A listener is a guest: what it does wrong is said, and the run goes on.
-            logger.exception("ejkernel: on_step raised for %r of %s", step, self._whole_name)
+        for listener in self.listeners:
+            try:
+                listener(step, name=self._whole_name, **data)
+            except Exception:
+                # A listener is a guest: what it does wrong is said, and the run goes on.
+                logger.exception("ejkernel: on_step raised for %r of %s", step, self._whole_name)

@@ -15,6 +15,7 @@ from .bench import Bench, BenchUnavailable, CandidateError
 from .build import Builder, TuningTask, reason_of
 from .clock import typical
 from .progress import Progress
+from .progress_file import Best
 from .race import Race, Withdrawn, beats_the_noise, compare
 from .search.effort import DOUBT, PATIENCE, SETTLING, Budget
 
@@ -191,9 +192,7 @@ class TuningRun:
             self._evaluate([configs[index] for index in proposed])
             for index in proposed:
                 history[index] = self._seconds(stable_json(configs[index]))
-        times = {
-            key: seconds for key in self.samples if (seconds := self._seconds(key)) is not None
-        }
+        times = self._times()
         best = sorted(times, key=times.__getitem__)[: effort.finalists]
         baseline = self._baseline
         if baseline in self.handles and baseline not in (*best, *self.builder.refused):
@@ -217,6 +216,19 @@ class TuningRun:
             for key in [key for key in new if key not in self.builder.refused]:
                 with contextlib.suppress(Withdrawn):
                     self.samples[key].append(self._sample(key))
+
+    def best_so_far(self) -> Best | None:
+        """The fastest of what is measured by now; None before the first sample."""
+        times = self._times()
+        if not times:
+            return None
+        best = min(times, key=times.__getitem__)
+        return Best(str(self._configs[best]), times[best], times.get(self._baseline or ""))
+
+    def _times(self) -> dict[str, float]:
+        """The typical times of all that are measured by now."""
+        times = {key: self._seconds(key) for key in self.samples}
+        return {key: seconds for key, seconds in times.items() if seconds is not None}
 
     def _seconds(self, key: str) -> float | None:
         """The typical time of a candidate; None if it was not measured, or refused since."""

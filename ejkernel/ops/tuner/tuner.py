@@ -19,6 +19,7 @@ from .build import TuningTask
 from .clock import Stopwatch
 from .inputs import outside_trace, random_like
 from .progress import Progress
+from .progress_file import progress_file
 from .run import TuningRun
 from .search.effort import Budget, Effort, effort_of
 from .search.pruning import Pruner
@@ -166,8 +167,14 @@ class Tuner:
                 reference=None if task.reference is None else _flat(task.reference, rest),
             )
             bench = self.bench(arrays)
-            with Progress(task.name, self.progress, self.on_step) as progress:
-                return TuningRun(self, flat, bench, progress).run()
+            with (
+                progress_file() as file,
+                Progress(task.name, self.progress, self.on_step) as progress,
+            ):
+                run = TuningRun(self, flat, bench, progress)
+                operation = file.operation(task.name, run.best_so_far, self.seconds)
+                progress.listeners.append(operation.step)
+                return run.run()
 
     def bench(self, arrays: list[Any]) -> Bench:
         """Where programs of these inputs are compiled, run and timed."""

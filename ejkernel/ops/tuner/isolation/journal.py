@@ -21,7 +21,6 @@ import functools
 import json
 import os
 import pathlib
-import socket
 import time
 import uuid
 import warnings
@@ -32,6 +31,7 @@ from ....store.private import PrivateFolder
 from ....store.reading import parse_json
 from ...utils import environment
 from ...utils.fingerprint import short_hash
+from ...utils.processes import ProcessIdentity
 
 # No candidate runs this long. Whether a process of another machine (or container) lives cannot be
 # seen from here, so its notes are left alone for this time.
@@ -53,9 +53,9 @@ class Note:
     when: str
     host: str
     pid: int
-    started: str = ""  # when the process began: process ids are used again
+    started: str = ""  # these three as in `ProcessIdentity`
     boot: str = ""
-    namespace: str = ""  # process ids of another container mean nothing here
+    namespace: str = ""
 
     @staticmethod
     def loads(data: bytes) -> Note:
@@ -90,11 +90,7 @@ class Journal:
             key_text,
             config_text,
             datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            socket.gethostname(),
-            os.getpid(),
-            _started(os.getpid()) or "",
-            _boot(),
-            _namespace(),
+            **dataclasses.asdict(ProcessIdentity.here()),
         )
         with contextlib.ExitStack() as stack:
             try:
@@ -215,14 +211,12 @@ def _crash_name(key_text: str, config_text: str) -> str:
 
 def _alive(note: Note) -> bool:
     """Does the process that wrote a note still run, as far as one can tell?"""
-    here = note.host == socket.gethostname()
-    if here and note.boot != _boot():
-        return False
-    if not here or note.namespace != _namespace():
-        age = datetime.datetime.now(datetime.UTC) - _moment(note.when)
-        return age.total_seconds() < _ELSEWHERE_SECONDS
-    started = _started(note.pid)
-    return started is not None and started == note.started
+    process = ProcessIdentity(note.host, note.pid, note.started, note.boot, note.namespace)
+    running = process.is_running()
+    if running is not None:
+        return running
+    age = datetime.datetime.now(datetime.UTC) - _moment(note.when)
+    return age.total_seconds() < _ELSEWHERE_SECONDS
 
 
 def _moment(text: str) -> datetime.datetime:
@@ -230,38 +224,3 @@ def _moment(text: str) -> datetime.datetime:
         return datetime.datetime.fromisoformat(text).astimezone(datetime.UTC)
     except OverflowError:  # a moment before the first one that there is
         raise ValueError(f"{text!r} is no moment") from None
-
-
-def _started(pid: int) -> str | None:
-    """When a process began, in the system's own terms; None if there is none, "" if nobody says."""
-    if not pathlib.Path("/proc/self/stat").exists():
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return None
-        except PermissionError:
-            pass  # it is somebody else's, and there
-        return ""
-    try:
-        line = pathlib.Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:  # there is none; or one that cannot be, as no number is so long
-        return None
-    # After the name, which stands in parentheses and may hold anything: state, then 18 fields more.
-    fields = line.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else fields[19]
-
-
-def _boot() -> str:
-    """Which start of this machine this is; empty if nobody says."""
-    try:
-        return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
-
-
-def _namespace() -> str:
-    """Which set of process ids is seen here; empty if there is only one."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
