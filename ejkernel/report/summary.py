@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .formatting import counted, described, duration, shortened, speedup, times
-from .record import BeforeAfter, Gain, Run
+from .record import BeforeAfter, Gain, Operation, Run
 
 Table = tuple[Sequence[str], list[tuple[str, ...]], Sequence[int]]
 
@@ -58,6 +58,18 @@ def percent(share: float | None) -> str:
     ('37 %', '100 %', '–')
     """
     return "–" if share is None else f"{min(1.0, share):.0%}".replace("%", " %")
+
+
+def part_of_the_step(operation: Operation) -> str:
+    """What an operation is in a run of the whole function: `4 calls, 37 % of the step, …`."""
+    if operation.calls is None:
+        return ""
+    words = counted(operation.calls, "call")
+    if operation.share is not None:
+        words += f", {percent(operation.share)} of the step"
+    if operation.most_gain is not None:
+        words += f", {times(operation.most_gain)} to gain at most"
+    return words
 
 
 def verdict(run: Run) -> str:

@@ -25,7 +25,8 @@ def test_tune_keeps_the_config_and_writes_a_record(ej, tuned, cache):
     key = row_sum.bind(jnp.ones((32, 4))).key
     assert operation["call_key"] == key.call_key
     assert PersistentCache().entry(key)["config"] == operation["config"]
-    assert tuned.data["model"]["what"] == "small_model:tuned"
+    assert operation["calls"] == 1
+    assert operation["share"] == pytest.approx(operation["seconds"] / tuned.data["step_seconds"])
     assert "[1/1] small_row_sum@v1: measured 2 of 2 candidates" in tuned.err
     assert tuned.data["record"].startswith(str(cache / "runs"))
     again = ej("tune", "small_model:tuned", "--no-bench")

@@ -44,7 +44,8 @@ class WholeFunction:
         self.function = function
         self.args = tuple(args)
         self.kwargs = dict(kwargs or {})
-        self.name = name or getattr(function, "__name__", None) or type(function).__name__
+        own = "op_id" if isinstance(function, Kernel) else "__name__"
+        self.name = name or getattr(function, own, None) or type(function).__name__
 
     # --- the program -----------------------------------------------------------------------------
 
@@ -58,8 +59,12 @@ class WholeFunction:
 
     def count_calls(self) -> dict[str, int] | None:
         """How often a run calls each labelled operation; None if that cannot be known."""
-        jaxpr = getattr(self._traced, "jaxpr", None)
-        return None if jaxpr is None else count_calls(jaxpr)
+        return None if self._jaxpr is None else count_calls(self._jaxpr)
+
+    @property
+    def _jaxpr(self) -> Any:
+        traced = getattr(self._traced, "traced", self._traced)  # NNX has a wrapper of its own
+        return getattr(traced, "jaxpr", None)
 
     @functools.cached_property
     def _traced(self) -> Any:
@@ -138,7 +143,7 @@ class WholeFunction:
     @functools.cached_property
     def _closed_over_refs(self) -> list[tuple[Any, Any]]:
         """The refs that the function changes without being given them, with their values now."""
-        constants = getattr(getattr(self._traced, "jaxpr", None), "consts", ())
+        constants = getattr(self._jaxpr, "consts", ())
         return [(ref, jnp.copy(ref[...])) for ref in constants if _is_ref(ref)]
 
 
