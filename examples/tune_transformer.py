@@ -22,7 +22,6 @@ import jax.numpy as jnp
 
 import ejkernel
 from ejkernel.modules import flash_attention, gated_linear_unit, linear_cross_entropy, rms_norm
-from ejkernel.report import summary
 
 # --- the same operations twice -------------------------------------------------------------------
 
@@ -153,7 +152,7 @@ def main() -> None:
     page = result.report(options.report)
     print(f"\nreport: {page.resolve().as_uri()}")
     print(f"store: {result.run.store} ({time.perf_counter() - start:.0f} s in all)")
-    print(summary.verdict(result.run))
+    print(result.verdict)
 
 
 if __name__ == "__main__":

@@ -186,7 +186,7 @@ def tune(
             f"see the warnings above{f'. The record {file} has the configs' if file else ''}"
         )
         return Exit.STORE
-    return Exit.NOT_WELL if result.skipped or run.rejected else Exit.OK
+    return Exit.NOT_WELL if result.skipped else Exit.OK
 
 
 def _not_stored(result: TuningResult, store: PersistentCache) -> list[str]:

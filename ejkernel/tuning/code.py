@@ -26,7 +26,7 @@ def as_code(device: str, entries: Iterable[Entry]) -> str:
         kernel = kernel_named(entry.op_id)
         config = _source(entry.cfg, imports, kernel)
         faster = speedup(entry.heuristic_seconds, entry.seconds)
-        gain = f", {faster} of the heuristic's speed" if faster != "–" else ""
+        gain = f", {faster} the heuristic's speed" if faster != "–" else ""
         time = f": {duration(entry.seconds)}{gain}" if entry.seconds is not None else ""
         lines += [
             f"    # {name}({shortened(entry.signature)}){time}",

@@ -48,6 +48,11 @@ class TuningResult(AutotuningResult):
     def run(self, run: Run) -> None:
         self._run = run
 
+    @property
+    def verdict(self) -> str:
+        """What tuning was worth for the whole function, in a line; empty if it was not compared."""
+        return summary.verdict(self.run)
+
     def report(self, path: str | os.PathLike[str]) -> pathlib.Path:
         """Write a page about the run: `.html`, `.md` or `.json`."""
         from .. import report

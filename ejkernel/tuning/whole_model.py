@@ -24,6 +24,7 @@ from ..report.record import BeforeAfter
 COMPARE_SECONDS = 20.0  # most time for comparing, after the programs are compiled
 STEP_SECONDS = 3.0  # most time for timing a function that there is nothing to compare with
 STEP_ROUNDS = 9
+LEAST_TO_REJECT = 7  # rounds; of fewer, an interval is only what was seen
 SAME_COMPUTATION = 0.05  # outputs that differ more, relative to their size, are something else's
 
 Configs = Mapping[ConfigKey, Any]
@@ -50,7 +51,10 @@ class Comparison:
     @property
     def is_slower(self) -> bool:
         """True if the tuned configs make the whole function slower, by more than the noise."""
-        return self.decides and self.model is not None and 0 < self.model.gain.high < 1
+        model = self.model
+        if model is None or not self.decides or len(model.after) < LEAST_TO_REJECT:
+            return False
+        return 0 < model.gain.high < 1
 
 
 def compare(
