@@ -129,6 +129,9 @@ def tune(
     """Tune, store, compare, record, answer."""
     if (name is None) == (hlo is None):
         raise click.UsageError("give either MODULE:FUNCTION or --hlo FILE")
+    if against is not None and (hlo is not None or not bench):
+        other = "--hlo" if hlo is not None else "--no-bench"
+        raise click.UsageError(f"--against compares whole functions, and {other} runs none")
     limits = {"seconds": seconds, "evaluations": evaluations, "workers": workers}
     for option, value in limits.items():
         if value is not None and not value > 0:
@@ -137,7 +140,13 @@ def tune(
     opened = open_place(source, must_exist=False)  # its errors come before the work
     import_modules(modules)
     subject = None if name is None else load(name)
-    other = None if against is None else load(against)
+    plain = None if against is None else load(against)
+    for given in filter(None, (subject, plain) if plain is not None else ()):
+        if given.whole is None:
+            raise Failure(
+                f"{given.name} returns a lowered computation, which --against cannot run; return "
+                "(function, arguments) instead"
+            )
     title = name or str(hlo)
     program = text if subject is None else subject.lower()
     calls = operations_of(program, title)
@@ -168,7 +177,7 @@ def tune(
                 order,
                 title=title,
                 whole=None if subject is None else subject.whole,
-                against=None if other is None else other.whole,
+                against=None if plain is None else plain.whole,
                 command=typed_command(),
             )
     except Interrupted as error:  # what was learned is in the store already
