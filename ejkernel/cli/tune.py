@@ -23,8 +23,7 @@ from .records import answer, save_record, typed_command
 from .stores import open_place, open_store
 
 if TYPE_CHECKING:
-    from ..ops import AutotuningResult, ConfigSelectorChain, PersistentCache
-    from ..tuning import TuningResult
+    from ..ops import AutotuningResult, ConfigSelectorChain
 
 
 def _listener(total: int) -> Callable[..., None]:
@@ -189,24 +188,14 @@ def tune(
     answer(state, run, store, file, page, total, interrupted)
     if interrupted:
         return Exit.INTERRUPTED
-    if missing := _not_stored(result, store):
+    if result.not_stored:
+        missing = ", ".join(result.not_stored)
         note(
-            f"ejkernel: tuned, but not stored: {store.path} does not hold {', '.join(missing)}; "
+            f"ejkernel: tuned, but not stored: {store.path} does not hold {missing}; "
             f"see the warnings above{f'. The record {file} has the configs' if file else ''}"
         )
         return Exit.STORE
     return Exit.NOT_WELL if result.skipped else Exit.OK
-
-
-def _not_stored(result: TuningResult, store: PersistentCache) -> list[str]:
-    """What was measured and is not in the store, nor in a bundle that it need not be in."""
-    if result.run.rejected:
-        return []
-    return [
-        entry.op_id
-        for key, entry in zip(result.as_mapping(), result.entries, strict=True)
-        if entry.outcome is not None and store.entry(key) is None
-    ]
 
 
 def _tuned_on_cluster(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from ..ops.config.cache import ConfigCache
 from ..ops.config.context import AutotunePolicy, asked_call
 from ..ops.config.decision import Decision
+from ..ops.config.hooks import job_agreement
 from ..ops.config.persistent import PersistentCache
 from ..ops.config.selection import ConfigSelectorChain
 from ..ops.core.invocation import Invocation
@@ -112,7 +113,8 @@ def tune_calls(
     policy = AutotunePolicy(validate_backward=order.backward, strict=False)
     invocations = [call for call in calls if isinstance(call, Invocation)]
     keys = {inv.key: asked_call(inv, policy).key for inv in invocations}
-    before = _configs_before(invocations, order.store, policy)
+    alone = job_agreement() is None
+    before = _configs_before(invocations, order.store, policy) if alone else {}
     earlier = {key: _snapshot(order.store, key) for key in keys.values()} if order.save else {}
     selector = ConfigSelectorChain(
         ConfigCache(),
@@ -132,7 +134,10 @@ def tune_calls(
             found = tune_invocations(selector, device_fingerprint(), calls, force=order.force)
         took = time.perf_counter() - start
         notes += _known_already(found, order)
-        if whole is not None and order.compare_seconds is not None and found.entries:
+        if whole is not None and order.compare_seconds is not None and not alone:
+            # Processes that each stop when they are sure would wait for one another for ever.
+            notes.append("not compared before and after: the program runs on several processes")
+        elif whole is not None and order.compare_seconds is not None and found.entries:
             comparison = _compared(whole, against, found, before, order.compare_seconds, notes)
     except KeyboardInterrupt:
         result = _result(stored_result(selector, invocations))
@@ -153,6 +158,8 @@ def tune_calls(
         stored = "; the store has what it had before" if order.save else ""
         notes.insert(0, f"slower with the tuned configs: they are not put in force{stored}")
     result = _result(found)
+    if order.save and not rejected:
+        result.not_stored = _not_stored(found, order.store, keys)
     run = Run.of(
         result,
         title=title,
@@ -248,6 +255,17 @@ def _compared(
         first = (str(error).strip().splitlines() or [""])[0]
         notes.append(f"not compared before and after: {type(error).__name__}: {first}")
         return Comparison()
+
+
+def _not_stored(
+    found: AutotuningResult, store: PersistentCache, keys: Mapping[ConfigKey, ConfigKey]
+) -> tuple[str, ...]:
+    """What was measured and is not in the store, nor in a bundle that it need not be in."""
+    return tuple(
+        entry.op_id
+        for key, entry in zip(found.as_mapping(), found.entries, strict=True)
+        if entry.outcome is not None and store.entry(keys.get(key, key)) is None
+    )
 
 
 def _known_already(found: AutotuningResult, order: Order) -> list[str]:

@@ -23,6 +23,7 @@ class TuningResult(AutotuningResult):
       run: the record of the run, which reports are made of.
       in_force: the configs are used in this process from now on. False if the whole function was
         slower with them.
+      not_stored: operations that were measured and could not be written to the store.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class TuningResult(AutotuningResult):
     ) -> None:
         super().__init__(device, entries, skipped)
         self.in_force = False
+        self.not_stored: tuple[str, ...] = ()
         self._run: Run | None = None
 
     @property

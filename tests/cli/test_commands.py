@@ -273,3 +273,10 @@ def test_a_model_that_prints_and_a_model_that_fails_while_it_runs(ej):
     done = ej("tune", "small_model:fails_when_run", "--effort", "quick", "--json")
     assert done.code == 0, done.err
     assert "not compared before and after" in done.data["notes"][0]
+
+
+def test_backward_alone_is_stored_where_training_finds_it(ej, cache):
+    done = ej("tune", "small_model:tuned", "--effort", "quick", "--no-bench", "--backward")
+    assert done.code == 0, done.err
+    call = row_sum.bind(jax.ShapeDtypeStruct((32, 4), jnp.float32)).differentiate()
+    assert PersistentCache().entry(call.key) is not None
