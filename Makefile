@@ -15,7 +15,7 @@ PUBLIC_STAMP = $(PUBLIC_VENV)/.ready
 .PHONY: help tune test test-long targets targets-setup lint types docs release bench clean
 
 help:
-	@echo "make tune    tune a small transformer on this machine: before, after, and a report of it"
+	@echo "make tune    tune a small transformer here: how much faster than plain JAX, and a report"
 	@echo "make test    lint, types, and the tests; five minutes"
 	@echo "make test-long  the rest: every option of every operation, several hosts, the examples"
 	@echo "make targets compile the test kernels for TPU and CUDA, without such devices (700 MB)"

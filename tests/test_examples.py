@@ -16,8 +16,8 @@ SAYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "custom_kernel": ((), ("measured 4 of 4 candidates", "chosen   by overlay")),
     "two_hosts": ((), ("they agree on Rows(rows=",)),
     "tune_transformer": (
-        ("--length", "64", "--rounds", "1"),
-        ("distinct operations of ours", "the whole model, forward and backward", "after"),
+        ("--length", "64"),
+        ("linear_cross_entropy@v1", "of the step", "plain JAX", "default configs"),
     ),
     "serve_strictly": ((), ("(8, 512): served", "(3, 512): refused", "ejkernel tune")),
     "pallas_on_a_laptop": ((), ("equal to XLA's", "does not compile: The Pallas TPU lowering")),

@@ -12,7 +12,7 @@ from . import options
 from .exits import Exit, Failure
 from .loading import import_modules, load
 from .output import State, fields_of, table
-from .programs import invocations_of, operations_of, stored_result
+from .programs import invocations_of, operations_of
 from .stores import open_place
 
 
@@ -41,6 +41,7 @@ def bench(
     if rounds < 1:
         raise click.UsageError(f"--rounds {rounds} must be 1 or more")
     from ..ops import ConfigCache, ConfigSelectorChain
+    from ..ops.execution.tuning import stored_result
     from ..ops.utils.serialize import to_plain
 
     place = open_place(source)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib
 import inspect
 import pathlib
@@ -19,6 +20,7 @@ from .exits import Failure, in_one_line, raised_at
 
 if TYPE_CHECKING:
     from ..ops import AutotuningResult
+    from ..ops.execution.whole_function import WholeFunction
     from ..report import BeforeAfter
 
 HOW = (
@@ -46,22 +48,24 @@ class Subject:
     keywords: dict[str, Any] = dataclasses.field(default_factory=dict)
     lowered: Any = None
 
-    def lower(self) -> Any:
-        """The program, traced with what is stored and else with heuristics: nothing is tuned."""
-        from ..ops import policy_override
+    @functools.cached_property
+    def whole(self) -> WholeFunction | None:
+        """The function with its arguments, to be lowered and run; None if it was lowered."""
+        from ..ops.execution.whole_function import WholeFunction
 
         if self.function is None:
+            return None
+        return WholeFunction(self.function, self.arguments, self.keywords, self.name)
+
+    def lower(self) -> Any:
+        """The program, traced with what is stored and else with heuristics: nothing is tuned."""
+        if self.whole is None:
             return self.lowered
         with theirs(f"{self.name}: lowering its function with its example arguments"):
-            import jax
-
-            jitted = self.function if hasattr(self.function, "lower") else jax.jit(self.function)
-            with policy_override(autotune=False, strict=False):
-                return jitted.lower(*self.arguments, **self.keywords)
+            return self.whole.lowered
 
     def compare(self, result: AutotuningResult, **limits: Any) -> BeforeAfter:
         """Run it with heuristic configs and with a result's; shapes become random numbers."""
-        from ..ops.tuner.inputs import random_like
         from ..report import before_and_after
 
         if self.function is None:
@@ -70,9 +74,13 @@ class Subject:
                 "configs; return (function, arguments) instead"
             )
         with theirs(f"{self.name}: running it"):
-            arguments, keywords = random_like((self.arguments, self.keywords), only_abstract=True)
             return before_and_after(
-                self.function, arguments, keywords, result=result, what=self.name, **limits
+                self.function,
+                self.arguments,
+                self.keywords,
+                result=result,
+                what=self.name,
+                **limits,
             )
 
 

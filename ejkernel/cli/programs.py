@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Union
 from .exits import Failure
 
 if TYPE_CHECKING:
-    from ..ops import AutotuningResult, ConfigSelectorChain, Invocation
+    from ..ops import Invocation
     from ..ops.execution.results import Skipped
 
 # Each string is looked at once, also one that is never closed; so is each run of blanks.
@@ -85,19 +85,12 @@ Labelled = Union["Invocation[Any, Any]", "Skipped"]
 
 def operations_of(program: Any, name: str) -> list[Labelled]:
     """The distinct labelled calls of a program, each with an invocation or why it has none."""
-    from ..ops import device_fingerprint
-    from ..ops.execution.offline import labelled_invocations
-    from ..ops.utils import environment
+    from ..tuning.pipeline import NothingToTune, labelled_calls
 
-    found = list(labelled_invocations(program, device_fingerprint()))
-    if not found:
-        why = (
-            "EJKERNEL_OPS_STAMP=none leaves its labels out"
-            if environment.STAMP.read() == "none" and not isinstance(program, str)
-            else "it calls none, or was traced with EJKERNEL_OPS_STAMP=none"
-        )
-        raise Failure(f"{name}: there is no operation of ejkernel in the program; {why}")
-    return found
+    try:
+        return labelled_calls(program, name)
+    except NothingToTune as error:
+        raise Failure(str(error)) from error
 
 
 def invocations_of(labelled: Iterable[Labelled]) -> list[Invocation[Any, Any]]:
@@ -112,29 +105,3 @@ def skipped_of(labelled: Iterable[Labelled]) -> list[Skipped]:
     from ..ops.execution.results import Skipped
 
     return [call for call in labelled if isinstance(call, Skipped)]
-
-
-def stored_result(
-    selector: ConfigSelectorChain, invocations: Iterable[Invocation[Any, Any]]
-) -> AutotuningResult:
-    """What a strict call would run with, for each call; those with nothing stored are skipped."""
-    from ..ops import AutotuningResult, Entry, StrictMiss, label, policy_override
-    from ..ops.execution.results import Skipped
-    from ..ops.utils.fingerprint import device_fingerprint
-
-    entries, skipped = [], []
-    for inv in invocations:
-        key = inv.key
-        assert inv.kernel is not None
-        try:
-            with policy_override(selector, strict=True):
-                decision = selector.decide(inv, inv.kernel)
-        except StrictMiss:
-            skipped.append(Skipped(label(key.op_id, key.call_key), "nothing is stored for it"))
-            continue
-        about = decision.about if isinstance(decision.about, dict) else {}
-        times = (about.get("seconds"), about.get("heuristic_seconds"))
-        entries.append(
-            Entry(key.op_id, key.call_key, decision.cfg, inv.signature, *times, decision.reason)
-        )
-    return AutotuningResult(device_fingerprint(), entries, skipped)

@@ -11,12 +11,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ..markup import one_line
-from ..report.formatting import counted, described, duration, interval, speedup, times
+from ..report import summary
+from ..report.formatting import counted
 from .exits import os_reason
 from .output import State, fields_of, note, table
 
 if TYPE_CHECKING:
-    from ..ops import AutotuningResult, PersistentCache
+    from ..ops import PersistentCache
     from ..report import Run
 
 
@@ -97,7 +98,6 @@ def load_record(name: str) -> Run:
 
 def answer(
     state: State,
-    result: AutotuningResult,
     run: Run,
     store: PersistentCache,
     file: pathlib.Path | None,
@@ -106,32 +106,12 @@ def answer(
     interrupted: bool,
 ) -> None:
     """Say what came of a run of `total` operations."""
-    rows = [
-        (
-            operation.op_id,
-            operation.signature or operation.call_key,
-            duration(operation.heuristic_seconds),
-            duration(operation.seconds),
-            speedup(operation.heuristic_seconds, operation.seconds),
-            described(operation.config),
-            "interrupted" if operation.incomplete else "",
-        )
-        for operation in run.operations
-    ]
-    header = ("operation", "call", "heuristic", "tuned", "speedup", "config", "")
-    shown: list[Any] = [table(header, rows, right=(2, 3, 4))]
-    shown += [f"not tuned: {skip.label}: {one_line(skip.reason)}" for skip in result.skipped]
-    if run.model is not None:
-        gain, rounds = run.model.gain, len(run.model.before)
-        faster = f"{times(gain.times)} as fast" if gain.is_real else "about as fast"
-        shown.append(
-            f"{run.model.what}: {faster} as with heuristic configs "
-            f"(between {interval(gain, 'and')}, {counted(rounds, 'round')})"
-        )
+    header, rows, right = summary.table(run)
+    shown: list[Any] = [table(header, rows, right=right)]
     stored = f"{len(run.operations)} of {counted(total, 'operation')} stored in {store.path}"
     if interrupted:
         shown.append(f"interrupted: {stored}; the same command goes on where it stopped")
-    else:
+    elif not run.rejected:
         shown.append(stored)
     if any(operation.incomplete for operation in run.operations) and not interrupted:
         shown.append("interrupted by a limit; the same command goes on where it stopped")
@@ -139,6 +119,7 @@ def answer(
     shown.append(", ".join(written) or None)
     if page is None and file is not None:
         shown.append("see it with `ejkernel report`")
+    shown += map(one_line, summary.sentences(run))
     data = {
         "store": store.path,
         "record": file,
@@ -156,8 +137,16 @@ def answer(
             "heuristic_seconds",
             "incomplete",
             "origin",
+            "calls",
+            "share",
+            "most_gain",
         ),
-        "not_tuned": fields_of(result.skipped, "label", "reason"),
+        "not_tuned": fields_of(run.not_tuned, "label", "reason"),
         "model": run.model,
+        "plain": run.plain,
+        "step_seconds": run.step_seconds,
+        "rejected": run.rejected,
+        "notes": run.notes,
+        "verdict": summary.verdict(run),
     }
     state.result(data, *shown)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
 import socket
-import time
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..markup import one_line
-from ..report import Run
 from ..report import write as write_report
 from . import options
 from .exits import Exit, Failure, in_one_line
 from .loading import HOW, import_modules, load
 from .output import State, note
-from .programs import invocations_of, operations_of, read_program, stored_result
+from .programs import invocations_of, operations_of, read_program
 from .records import answer, save_record, typed_command
 from .stores import open_place, open_store
 
@@ -51,8 +52,8 @@ def _listener(total: int) -> Callable[..., None]:
 
     MODULE:FUNCTION (or FILE.py:FUNCTION) is a function of yours without arguments: {HOW}.
 
-    What is tuned already is not measured again, and a run that was interrupted, by a limit or by
-    Ctrl-C, goes on where it stopped when the same command is typed again."""
+    What is tuned already is not measured again unless --force is given. A run that was interrupted,
+    by a limit or by Ctrl-C, goes on where it stopped when the same command is typed again."""
 )
 @click.argument("name", metavar="[MODULE:FUNCTION]", required=False)
 @click.option(
@@ -94,6 +95,12 @@ def _listener(total: int) -> Callable[..., None]:
     default=True,
     help="Run the whole function before and after.  [default: on]",
 )
+@click.option("--force", is_flag=True, help="Measure again what the store knows.")
+@click.option(
+    "--against",
+    metavar="MODULE:FUNCTION",
+    help="Time this too: the same function in plain JAX, named in the same way.",
+)
 @click.option("--record", metavar="FILE", help="Where the record of the run is written.")
 @click.option("--report", "page", metavar="FILE", help="Write a report too: .html, .md or .json.")
 @click.option("--progress/--no-progress", default=None, help="A bar.  [default: in a terminal]")
@@ -111,6 +118,8 @@ def tune(
     workers: int | None,
     modules: tuple[str, ...],
     bench: bool,
+    force: bool,
+    against: str | None,
     record: str | None,
     page: str | None,
     progress: bool | None,
@@ -119,6 +128,9 @@ def tune(
     """Tune, store, compare, record, answer."""
     if (name is None) == (hlo is None):
         raise click.UsageError("give either MODULE:FUNCTION or --hlo FILE")
+    if against is not None and (hlo is not None or not bench):
+        other = "--hlo" if hlo is not None else "--no-bench"
+        raise click.UsageError(f"--against compares whole functions, and {other} runs none")
     limits = {"seconds": seconds, "evaluations": evaluations, "workers": workers}
     for option, value in limits.items():
         if value is not None and not value > 0:
@@ -127,66 +139,59 @@ def tune(
     opened = open_place(source, must_exist=False)  # its errors come before the work
     import_modules(modules)
     subject = None if name is None else load(name)
-    program = text if subject is None else subject.lower()
+    plain = None if against is None else load(against)
+    for given in filter(None, (subject, plain) if plain is not None else ()):
+        if given.whole is None:
+            raise Failure(
+                f"{given.name} returns a lowered computation, which --against cannot run; return "
+                "(function, arguments) instead"
+            )
     title = name or str(hlo)
-    found = operations_of(program, title)
+    program = text if subject is None else subject.lower()
+    calls = operations_of(program, title)
     store = open_store(source, opened)
 
-    from ..ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Tuner
-    from ..ops.execution.tuning import tune_invocations
-    from ..ops.utils.fingerprint import device_fingerprint
+    from ..ops import Tuner
+    from ..tuning.pipeline import Interrupted, Order, tune_calls
+    from ..tuning.whole_model import COMPARE_SECONDS
 
-    keys = {inv.key for inv in invocations_of(found)}
-    if seconds is not None:  # of the whole run; the tuner's are those of one operation
-        stored = [entry for key in keys if (entry := store.entry(key)) is not None]
-        finished = sum(not entry["about"].get("incomplete") for entry in stored)
-        seconds /= max(1, len(keys) - finished)
-    tuner = Tuner(seconds=seconds, evaluations=evaluations, progress=progress, **search)
-    policy = AutotunePolicy(validate_backward=backward, strict=False)
-    listener = _listener(len(keys))
-    selector = ConfigSelectorChain(ConfigCache(), policy, tuner, store, on_event=listener)
-    model, trouble, interrupted = None, "", False
-    start = time.perf_counter()
-    try:
-        if ray or ray_address:
-            result = _tuned_on_cluster(selector, program, ray_address, workers, progress)
-        else:
-            result = tune_invocations(selector, device_fingerprint(), found)
-        took = time.perf_counter() - start
-        if bench and subject is not None and result.entries:
-            try:
-                model = subject.compare(result, seconds=20.0)
-            except Failure as error:  # the configs are tuned and stored all the same
-                trouble = f"not compared before and after: {error}"
-                note(trouble)
-    except KeyboardInterrupt:  # what was learned is in the store already
-        interrupted, took = True, time.perf_counter() - start
-        result = stored_result(selector, invocations_of(found))
-    notes = tuple(filter(None, ("interrupted by Ctrl-C" if interrupted else "", trouble)))
-    run = Run.of(
-        result,
-        title=title,
-        seconds=took,
-        store=store,
-        model=model,
-        command=typed_command(),
-        notes=notes,
+    total = len({inv.key for inv in invocations_of(calls)})
+    cluster = functools.partial(_tuned_on_cluster, program, ray_address, workers, progress, force)
+    order = Order(
+        store,
+        Tuner(seconds=seconds, evaluations=evaluations, progress=progress, **search),
+        force=force,
+        backward=backward,
+        install=False,
+        compare_seconds=COMPARE_SECONDS if bench else None,
+        on_event=_listener(total),
+        tune=cluster if ray or ray_address else None,
+        again="--force",
     )
+    interrupted = False
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # what their code prints is no answer of ours
+            result = tune_calls(
+                calls,
+                order,
+                title=title,
+                whole=None if subject is None else subject.whole,
+                against=None if plain is None else plain.whole,
+                command=typed_command(),
+            )
+    except Interrupted as error:  # what was learned is in the store already
+        interrupted, result = True, error.result
+    run = result.run
     file = save_record(run, title, record)
     if page is not None:
         write_report(run, page)
-    # What was measured and is not in the store, nor in a bundle that it need not be in.
-    missing = [
-        key.op_id
-        for key, entry in zip(result.as_mapping(), result.entries, strict=True)
-        if entry.outcome is not None and store.entry(key) is None
-    ]
-    answer(state, result, run, store, file, page, len(keys), interrupted)
+    answer(state, run, store, file, page, total, interrupted)
     if interrupted:
         return Exit.INTERRUPTED
-    if missing:
+    if result.not_stored:
+        missing = ", ".join(result.not_stored)
         note(
-            f"ejkernel: tuned, but not stored: {store.path} does not hold {', '.join(missing)}; "
+            f"ejkernel: tuned, but not stored: {store.path} does not hold {missing}; "
             f"see the warnings above{f'. The record {file} has the configs' if file else ''}"
         )
         return Exit.STORE
@@ -194,18 +199,19 @@ def tune(
 
 
 def _tuned_on_cluster(
-    selector: ConfigSelectorChain,
     program: Any,
     address: str | None,
     workers: int | None,
     progress: bool | None,
+    force: bool,
+    selector: ConfigSelectorChain,
 ) -> AutotuningResult:
     from ..fleet import tune_on_cluster
 
     _check_address(address)
     try:
         return tune_on_cluster(
-            selector, program, address=address, workers=workers, progress=progress
+            selector, program, address=address, workers=workers, progress=progress, force=force
         )
     except ImportError as error:
         raise Failure(str(error), Exit.MISSING) from error

@@ -67,6 +67,7 @@ def tune_on_cluster(
     workers: int | None = None,
     retries: int = 3,
     progress: bool | None = None,
+    force: bool = False,
 ) -> ClusterResult:
     """Tune the operations of a model on a Ray cluster; the selector's store gets the results.
 
@@ -88,12 +89,13 @@ def tune_on_cluster(
       workers: how many tasks run at the same time, at most.
       retries: how often a task is tried again whose worker was lost.
       progress: show a progress bar; None: in a terminal only.
+      force: measure again what the store knows.
 
     Returns:
       What was tuned, or known already, and in `skipped` what could not be, with the reason.
     """
     _check_arguments(selector, workers, retries)
-    settings = _job_settings(selector)
+    settings = dataclasses.replace(_job_settings(selector), force=force)
     calls, skipped = distinct_calls(_calls(what))
     jobs: list[tuple[Invocation[Any, Any], Job]] = []
     for inv in calls.values():

@@ -30,6 +30,7 @@ class JobSettings:
     policy: AutotunePolicy
     tuner: Mapping[str, Any]
     jax: Mapping[str, Any]  # JAX's own settings
+    force: bool = False  # measure again what the store knows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +110,7 @@ def run_job(job: Job, wanted: str, settings: JobSettings) -> JobResult:
     selector = ConfigSelectorChain(
         ConfigCache(), settings.policy, Tuner(**settings.tuner, progress=False), settings.store
     )
-    tuned = tuned_or_reason(selector, inv)
+    tuned = tuned_or_reason(selector, inv, force=settings.force)
     if isinstance(tuned, str):
         return JobResult(tuned)
     return JobResult(

@@ -1,10 +1,10 @@
-"""The whole function with heuristic configs and with tuned ones: what tuning was worth."""
+"""The whole function with different configs, interleaved: what tuning was worth."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,11 +12,17 @@ import jax.numpy as jnp
 
 from ..ops import AutotuningResult, overlay_cache
 from ..ops.core.types import ConfigKey
+from ..ops.execution.whole_function import WholeFunction
 from ..ops.registry import find_invocation
 from .collect import gain_of
-from .record import BeforeAfter
+from .record import BeforeAfter, Gain
 
 LEAST_ROUNDS = 3
+CLAIM_ROUNDS = 9  # fewer say little of the noise: no claim is made from them
+MOST_ROUNDS = 1000
+NO_DIFFERENCE = 0.01  # a confidence interval within this of 1 says that nothing changed
+
+Configs = Mapping[ConfigKey, Any]
 
 
 def before_and_after(
@@ -42,37 +48,72 @@ def before_and_after(
     """
     if rounds < 1:
         raise ValueError(f"before_and_after: rounds={rounds!r} must be 1 or more")
-    jitted = function if hasattr(function, "lower") else jax.jit(function)
-    # Arguments that are given away with a call are gone after it: each run gets its own.
-    donates = _donates(jitted, arguments, keywords or {})
-    heuristics, notes = _heuristics(result)  # after it was traced: its calls are recorded now
+    whole = WholeFunction(function, arguments, keywords, what)
+    whole.lowered  # noqa: B018  its calls are recorded now, so their heuristic configs are known
+    heuristics, notes = heuristic_configs(result)
     tuned = result.as_mapping()
-
-    def run(configs: Mapping[ConfigKey, Any]) -> tuple[float, Any]:
-        given = (tuple(arguments), dict(keywords or {}))
-        args, kwargs = jax.block_until_ready(jax.tree.map(_copy, given)) if donates else given
-        with overlay_cache(configs):
-            start = time.perf_counter()
-            out = jax.block_until_ready(jitted(*args, **kwargs))
-            return time.perf_counter() - start, out
-
-    difference = _difference(run(heuristics)[1], run(tuned)[1])
-    before: list[float] = []
-    after: list[float] = []
-    start = time.perf_counter()
-    for done in range(rounds):
-        if done >= LEAST_ROUNDS and time.perf_counter() - start > seconds:
-            break
-        # The second of two programs reads what the first left in the caches: they take turns at it.
-        for samples, configs in ((before, heuristics), (after, tuned))[:: -1 if done % 2 else 1]:
-            samples.append(run(configs)[0])
+    difference = difference_of(run(whole, heuristics)[1], run(whole, tuned)[1])
+    before, after = interleaved(
+        [lambda: run(whole, heuristics)[0], lambda: run(whole, tuned)[0]],
+        rounds=rounds,
+        seconds=seconds,
+    )
     return BeforeAfter(
         what, tuple(before), tuple(after), gain_of(before, after), difference, tuple(notes)
     )
 
 
-def _heuristics(result: AutotuningResult) -> tuple[dict[ConfigKey, Any], list[str]]:
-    """The configs that the calls of a result would have without tuning."""
+def run(whole: WholeFunction, configs: Configs) -> tuple[float, Any]:
+    """Seconds of one run of a function with these configs, and what it returned."""
+    with overlay_cache(configs):
+        return whole.timed()
+
+
+def interleaved(
+    runs: Sequence[Callable[[], float]],
+    *,
+    rounds: int = MOST_ROUNDS,
+    seconds: float,
+    enough: Callable[[list[list[float]]], bool] = lambda _: False,
+) -> list[list[float]]:
+    """The times of each run, taken in turns.
+
+    Args:
+      runs: each runs something once and gives its seconds.
+      rounds: most runs of each.
+      seconds: begin no round after this time; three are always run.
+      enough: asked after each round, with the times so far, whether they tell what they should.
+    """
+    samples: list[list[float]] = [[] for _ in runs]
+    start = time.perf_counter()
+    for done in range(rounds):
+        if done >= LEAST_ROUNDS and (time.perf_counter() - start > seconds or enough(samples)):
+            break
+        # The second of two programs reads what the first left in the caches: they take turns at it.
+        for i in range(len(runs))[:: -1 if done % 2 else 1]:
+            samples[i].append(runs[i]())
+    return samples
+
+
+def is_settled(gain: Gain, rounds: int) -> bool:
+    """True if a confidence interval is narrower than the change that it claims.
+
+    Or if it says that there is none worth a word.
+
+    >>> is_settled(Gain(1.10, 1.08, 1.12), 9), is_settled(Gain(1.10, 1.02, 1.18), 9)
+    (True, False)
+    >>> is_settled(Gain(1.00, 0.995, 1.004), 9)
+    True
+    """
+    if rounds < CLAIM_ROUNDS:
+        return False
+    if 1 - NO_DIFFERENCE <= gain.low <= gain.high <= 1 + NO_DIFFERENCE:
+        return True
+    return gain.is_real and gain.high - gain.low < abs(gain.times - 1)
+
+
+def heuristic_configs(result: AutotuningResult) -> tuple[dict[ConfigKey, Any], list[str]]:
+    """The configs that the calls of a result have without tuning, and remarks."""
     configs, unknown = {}, []
     for entry in result.entries:
         cfg = None if entry.outcome is None else entry.outcome.heuristic
@@ -84,24 +125,17 @@ def _heuristics(result: AutotuningResult) -> tuple[dict[ConfigKey, Any], list[st
             unknown.append(entry.op_id)
         else:
             configs[ConfigKey(result.device, entry.op_id, entry.call_key)] = cfg
-    names = ", ".join(dict.fromkeys(unknown))
+    return configs, without_before(unknown)
+
+
+def without_before(operations: Iterable[str]) -> list[str]:
+    """The remark about operations that nobody knows another config of."""
+    names = ", ".join(dict.fromkeys(operations))
     note = f"before and after alike, because they have no heuristic config: {names}"
-    return configs, [note] if unknown else []
+    return [note] if names else []
 
 
-def _donates(jitted: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
-    infos = jax.tree.leaves(
-        jitted.lower(*arguments, **keywords).args_info,
-        is_leaf=lambda leaf: hasattr(leaf, "donated"),
-    )
-    return any(getattr(info, "donated", False) for info in infos)
-
-
-def _copy(leaf: Any) -> Any:
-    return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
-
-
-def _difference(before: Any, after: Any) -> float | None:
+def difference_of(before: Any, after: Any) -> float | None:
     """The largest difference of two outputs, relative to the size of each array."""
     largest = None
     for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):

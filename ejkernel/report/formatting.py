@@ -177,8 +177,9 @@ class Headline:
 
 def headline(run: Run) -> Headline:
     """The one thing to know about a run: the whole model if it was run, else all operations."""
-    if run.model is not None:
-        return _of_model(run.model)
+    compared = run.plain or run.model
+    if compared is not None:
+        return _of_model(compared)
     both = [
         (operation.heuristic_seconds, operation.seconds)
         for operation in run.operations
@@ -202,7 +203,8 @@ def _of_model(model: BeforeAfter) -> Headline:
     before, after = statistics.median(model.before), statistics.median(model.after)
     gain = model.gain
     known = gain.high > 0
-    title = _faster_title(gain.times, model.what)
+    of_plain = model.baseline == "plain JAX"
+    title = _faster_title(gain.times, model.what, other=model.baseline if of_plain else "before")
     if not known:
         finding = Finding(
             "unknown", "one run only", "It was run once, so nothing is known of the noise."
@@ -220,11 +222,14 @@ def _of_model(model: BeforeAfter) -> Headline:
             "no difference",
             f"The change lies between {interval(gain, 'and')}: within the noise of this machine.",
         )
-        title = f"{_capital(model.what)} is as fast as before, as far as can be measured"
+        other = model.baseline if of_plain else "before"
+        title = f"{_capital(model.what)} is as fast as {other}, as far as can be measured"
     return Headline(
         times(gain.times) if gain.is_real or not known else "≈ 1×",
         title,
-        f"One run took {duration(before)} before tuning and takes {duration(after)} now"
+        f"One run {'takes' if of_plain else 'took'} {duration(before)} "
+        f"{'in plain JAX' if of_plain else 'before tuning'} and {'' if of_plain else 'takes '}"
+        f"{duration(after)} {'tuned' if of_plain else 'now'}"
         f"{_percent_less(before, after) if gain.is_real else ''}.",
         finding,
     )
@@ -242,12 +247,12 @@ def time_spent(run: Run) -> tuple[float | None, bool]:
     return run.seconds, False
 
 
-def _faster_title(factor: float, what: str, plural: bool = False) -> str:
+def _faster_title(factor: float, what: str, plural: bool = False, other: str = "before") -> str:
     same = abs(factor - 1) < 0.005
     change = (
         "as fast as" if same else "slower than" if factor < 1 else f"{times(factor)} as fast as"
     )
-    return f"{_capital(what)} {'are' if plural else 'is'} {change} before"
+    return f"{_capital(what)} {'are' if plural else 'is'} {change} {other}"
 
 
 def _percent_less(before: float, after: float) -> str:

@@ -29,6 +29,7 @@ from .operations import operation_card
 from .plots import axis_line, before_after_rows, gain_axis, gain_row, gain_ticks
 from .record import BeforeAfter, Gain, Operation, Run
 from .space import dimensions
+from .summary import part_of_the_step, verdict
 from .widgets import card, chip, factor, facts, notes
 
 OPEN_AT_FIRST = 2  # operations whose candidates are shown without a click
@@ -144,13 +145,19 @@ def _summary(run: Run) -> Markup:
     )
     return joined(
         [
-            card(None, hero, *_model(run.model)),
+            card(None, hero, _verdict(run), *_model(run.plain), *_model(run.model)),
             tag("div", *_tiles(run), class_="tiles"),
             _overview(run.operations),
             _not_tuned(run),
             card(None, notes(run.notes)) if run.notes else None,
         ]
     )
+
+
+def _verdict(run: Run) -> Markup | None:
+    """The whole function against everything it was compared with, as the terminal says it."""
+    said = verdict(run)
+    return tag("p", tag("b", f"{run.title}: {said}")) if said else None
 
 
 def _model(model: BeforeAfter | None) -> list[Markup | None]:
@@ -206,6 +213,7 @@ def _overview_row(index: int, operation: Operation, total: float) -> Markup:
     share = (operation.heuristic_seconds or 0.0) / total if total else 0.0
     bar = tag("span", class_="bar", style=f"--share:{100 * share:.0f}%", aria_hidden="true")
     name = tag("a", operation.name, href=f"#operation-{index + 1}")
+    in_the_step = [tag("small", words)] if (words := part_of_the_step(operation)) else []
     config = described(operation.config, dimensions(operation) or None)
     cells = (
         joined([duration(operation.heuristic_seconds), bar]),
@@ -216,7 +224,7 @@ def _overview_row(index: int, operation: Operation, total: float) -> Markup:
     )
     return tag(
         "tr",
-        tag("th", name, tag("small", shortened(operation.signature)), scope="row"),
+        tag("th", name, tag("small", shortened(operation.signature)), *in_the_step, scope="row"),
         *(
             tag("td", cell, class_=kind, data_label=label)
             for cell, (label, kind) in zip(cells, COLUMNS[1:], strict=True)

@@ -22,6 +22,7 @@ from .formatting import (
 )
 from .record import BeforeAfter, Candidate, Operation, Run
 from .space import dimensions
+from .summary import part_of_the_step, verdict
 
 SHOWN = 15  # candidates of one operation; the whole list is in the other formats
 
@@ -42,8 +43,10 @@ def page(run: Run) -> str:
     if earlier:
         took += " Everything was measured in earlier runs and comes from the store."
     lines += [f"Device: {escaped(run.device)}.{took}", ""]
-    if run.model is not None:
-        lines += _model(run.model)
+    if said := verdict(run):
+        lines += [f"{escaped(run.title)}: {escaped(said)}", ""]
+    for compared in (run.plain, run.model):
+        lines += [] if compared is None else _model(compared)
     if run.operations:
         lines += ["## Operations", "", *_overview(run.operations), ""]
     for operation in run.operations:
@@ -64,9 +67,9 @@ def page(run: Run) -> str:
 def _model(model: BeforeAfter) -> list[str]:
     rows = [
         (name, *(duration(figure(samples)) for figure in (min, statistics.median_high, max)))
-        for name, samples in (("before", model.before), ("after", model.after))
+        for name, samples in ((model.baseline, model.before), ("tuned", model.after))
     ]
-    lines = ["## The whole model", "", escaped(model.what), ""]
+    lines = [f"## The whole model and {escaped(model.baseline)}", "", escaped(model.what), ""]
     lines += table(("", "fastest", "median", "slowest"), rows, right=(1, 2, 3))
     if model.difference is not None:
         lines += ["", f"Largest difference of the outputs: {model.difference:.1e} of their size."]
@@ -99,6 +102,8 @@ def _operation(operation: Operation) -> list[str]:
     rejected = operation.with_verdict(*REJECTED)
     lines = [f"### {escaped(operation.op_id)}({escaped(shortened(operation.signature))})", ""]
     lines += [escaped(how_sure(operation).sentence), ""]
+    if words := part_of_the_step(operation):
+        lines += [f"In a run of the whole function: {escaped(words)}.", ""]
     rows = [_row(operation, candidate, names) for candidate in measured[:SHOWN]]
     lines += table(("config", "time", "speedup", "fastest to slowest", ""), rows, right=(1, 2, 3))
     if len(measured) > SHOWN:

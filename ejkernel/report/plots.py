@@ -215,12 +215,12 @@ def before_after_rows(model: BeforeAfter) -> Markup:
     ticks = axis.ticks()
     rows: list[Markup] = []
     for name, samples, kind in (
-        ("before", model.before, "heuristic"),
-        ("after", model.after, "best"),
+        (model.baseline, model.before, "heuristic"),
+        ("tuned", model.after, "best"),
     ):
         middle = statistics.median(samples)
         drawing = strip(axis, ticks, spread(axis, samples, middle))
-        tip = f"{name} tuning: {len(samples)} runs {_range(samples)}"
+        tip = f"{name}: {len(samples)} runs {_range(samples)}"
         figures = (duration(middle), None)
         rows.append(
             _row([tag("b", name)], drawing, figures, f"measured {kind}", tip, first=not rows)

@@ -33,7 +33,8 @@ class _Timed:
     """A record whose times are checked when it is made."""
 
     def __post_init__(self) -> None:
-        for name in ("seconds", "heuristic_seconds", "took", "samples", "before", "after"):
+        names = ("seconds", "heuristic_seconds", "took", "samples", "before", "after")
+        for name in (*names, "step_seconds"):
             value = getattr(self, name, None)
             for seconds in value if isinstance(value, Sequence) else (value,):
                 # A number that JSON lacks is none, and is written as that.
@@ -109,6 +110,8 @@ class Operation(_Timed):
       versions: those of everything between the kernel and the running program.
       notes: remarks of the tuner.
       candidates: everything that was considered.
+      calls: how often one run of the whole function calls it; None if that is not known.
+      share: its part of the whole function's time: the winner's time × calls / the time of a run.
     """
 
     op_id: str
@@ -131,6 +134,16 @@ class Operation(_Timed):
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     candidates: tuple[Candidate, ...] = ()
+    calls: int | None = None
+    share: float | None = None
+
+    @property
+    def most_gain(self) -> float | None:
+        """The speedup of the whole function if this operation took no time: no tuning gives more.
+
+        None if its share is not known, or is everything.
+        """
+        return None if self.share is None or self.share >= 1 else 1 / (1 - self.share)
 
     @property
     def name(self) -> str:
@@ -167,15 +180,16 @@ class NotTuned:
 
 @dataclasses.dataclass(frozen=True)
 class BeforeAfter(_Timed):
-    """The whole function with the heuristic configs and with the tuned ones, interleaved.
+    """The whole function with other configs, or in plain JAX, and with the tuned ones, interleaved.
 
     Attributes:
       what: what was run.
-      before: seconds of each run with the heuristic configs.
+      before: seconds of each run with the others.
       after: seconds of each run with the tuned ones, run `i` right next to run `i` before.
       gain: how many times faster it became.
       difference: the largest difference between the outputs, relative to their size.
       notes: remarks.
+      baseline: what it ran with before.
     """
 
     what: str
@@ -184,6 +198,7 @@ class BeforeAfter(_Timed):
     gain: Gain
     difference: float | None = None
     notes: tuple[str, ...] = ()
+    baseline: str = "default configs"
 
     def __post_init__(self) -> None:
         if not self.before or not self.after:
@@ -207,6 +222,10 @@ class Run(_Timed):
       command: what was typed.
       environment: versions, host and so on, in the order in which they are shown.
       notes: remarks.
+      plain: the whole function in plain JAX and with the tuned configs, if both were run.
+      step_seconds: the time of one run of the whole function with the tuned configs.
+      rejected: the whole function was slower with the tuned configs: they were not put in force,
+        and the store was left as it was.
     """
 
     title: str
@@ -220,6 +239,9 @@ class Run(_Timed):
     command: str = ""
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    plain: BeforeAfter | None = None
+    step_seconds: float | None = None
+    rejected: bool = False
 
     @classmethod
     def of(

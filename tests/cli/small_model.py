@@ -57,6 +57,26 @@ def tuned():
     return model, (jax.ShapeDtypeStruct((32, 4), jnp.float32),)
 
 
+def ones():
+    return model, (jnp.ones((32, 4)),)
+
+
+def fails_when_run():
+    def fails(x):
+        jax.debug.callback(lambda: print(1 / 0))
+        return model(x)
+
+    return fails, (jnp.ones((32, 4)),)
+
+
+def in_plain_jax():
+    return (lambda x: jnp.tanh(x.sum(1)).sum()), (jnp.ones((32, 4)),)
+
+
+def something_else():
+    return (lambda x: x.sum(1)), (jnp.ones((32, 4)),)
+
+
 def with_slow():
     return (lambda x: row_sum(slow(x))), (jnp.ones((32, 4)),)
 

@@ -266,3 +266,17 @@ def test_the_log_is_given_back_after_a_command(ej):
     assert run(["--version"]) == 0
     assert (logger.level, logger.propagate, list(logger.handlers)) == before
     assert app.NAME == "ejkernel"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (("small_model:tuned", "--against", "small_model:nowhere"), 3, "has no 'nowhere'"),
+        (("small_model:tuned", "--against", "small_model:lowered"), 3, "--against cannot run"),
+        (("small_model:lowered", "--against", "small_model:tuned"), 3, "--against cannot run"),
+        (("small_model:tuned", "--no-bench", "--against", "small_model:tuned"), 2, "--no-bench"),
+        (("--hlo", "program.txt", "--against", "small_model:tuned"), 2, "--hlo runs none"),
+    ],
+)
+def test_nothing_to_compare_against(ej, arguments, code, says):
+    assert says in refused(ej("tune", *arguments), code)

@@ -25,7 +25,8 @@ def test_tune_keeps_the_config_and_writes_a_record(ej, tuned, cache):
     key = row_sum.bind(jnp.ones((32, 4))).key
     assert operation["call_key"] == key.call_key
     assert PersistentCache().entry(key)["config"] == operation["config"]
-    assert tuned.data["model"]["what"] == "small_model:tuned"
+    assert operation["calls"] == 1
+    assert operation["share"] == pytest.approx(operation["seconds"] / tuned.data["step_seconds"])
     assert "[1/1] small_row_sum@v1: measured 2 of 2 candidates" in tuned.err
     assert tuned.data["record"].startswith(str(cache / "runs"))
     again = ej("tune", "small_model:tuned", "--no-bench")
@@ -247,3 +248,35 @@ def test_a_training_program_and_a_forward_program_are_measured_apart(ej, cache):
     assert known_before("small_model:training")
     assert known_before("small_model:tuned")
     assert known_before("small_model:tuned", "--backward")  # the training program's question
+
+
+def test_force_measures_again_and_what_is_known_says_so(ej, tuned):
+    again = ej("tune", "small_model:tuned", "--no-bench")
+    assert "known already, not measured: all of 1 operation; to measure again: --force" in again.out
+    forced = ej("tune", "small_model:tuned", "--no-bench", "--force", "--effort", "quick")
+    assert forced.code == 0, forced.err
+    assert "known already" not in forced.out + forced.err
+    assert "measured 2 of 2 candidates" in forced.err
+
+
+def test_against_plain_jax(ej):
+    arguments = ("tune", "small_model:ones", "--effort", "quick", "--against")
+    data = ej(*arguments, "small_model:in_plain_jax", "--json").data
+    assert data["plain"]["baseline"] == "plain JAX"
+    assert "plain JAX" in data["verdict"]
+    other = ej(*arguments, "small_model:something_else")
+    assert other.code == 0
+    assert "not compared with plain JAX" in other.out
+
+
+def test_a_model_that_prints_and_a_model_that_fails_while_it_runs(ej):
+    done = ej("tune", "small_model:fails_when_run", "--effort", "quick", "--json")
+    assert done.code == 0, done.err
+    assert "not compared before and after" in done.data["notes"][0]
+
+
+def test_backward_alone_is_stored_where_training_finds_it(ej, cache):
+    done = ej("tune", "small_model:tuned", "--effort", "quick", "--no-bench", "--backward")
+    assert done.code == 0, done.err
+    call = row_sum.bind(jax.ShapeDtypeStruct((32, 4), jnp.float32)).differentiate()
+    assert PersistentCache().entry(call.key) is not None

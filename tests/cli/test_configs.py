@@ -6,7 +6,7 @@ import json
 
 import jax.numpy as jnp
 import pytest
-from small_model import row_sum
+from small_model import Config, row_sum
 
 from ejkernel.ops import PersistentCache
 from ejkernel.store import Bundle
@@ -185,3 +185,17 @@ def test_a_sqlite_file_and_its_url_are_places(ej, store):
     file = store.path / "configs.sqlite3"
     for place in (file, f"sqlite:///{file}", store.path):
         assert len(ej("configs", "list", "--store", place, "--json").data["entries"]) == 3
+
+
+def test_an_entry_as_code(ej, store):
+    key = row_sum.bind(jnp.ones((32, 4))).key
+    done = ej("configs", "show", key.call_key, "--as-code")
+    assert done.code == 0, done.err
+    assert "from small_model import Config" in done.out
+    assert "small_row_sum(..., cfg=Config(rows=16))" in done.out
+    scope = {}
+    exec(done.out, scope)
+    assert list(scope["TUNED"].values()) == [Config(16)]
+    unknown = ej("configs", "show", "0123456789abcdef", "--as-code")
+    assert unknown.code == 3
+    assert "--import MODULE" in unknown.err

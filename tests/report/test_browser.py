@@ -68,7 +68,7 @@ def test_plots_are_drawn(pages):
 @pytest.mark.parametrize(
     ("where", "tab", "says"),
     [
-        ("#summary .row.best", "summary", "after tuning: 9 runs"),
+        ("#summary .row.best", "summary", "tuned: 9 runs"),
         ("#operation-1 .row.best", "operations", "12 samples from"),
         ("#operation-1 .row.rejected", "operations", "wrong: 3 of 64 differ"),
         ("#operation-1 .heat td.best", "operations", "4.12 ms per call"),

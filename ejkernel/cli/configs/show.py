@@ -10,7 +10,7 @@ import click
 from ...markup import one_line
 from ...report.formatting import counted, described, duration, speedup
 from .. import options
-from ..exits import Exit
+from ..exits import Exit, Failure
 from ..loading import import_modules, load
 from ..output import State, fields_of, table
 from ..programs import invocations_of, operations_of, skipped_of
@@ -50,17 +50,47 @@ def list_(state: State, source: str | None, op: str | None, device: str | None) 
 @click.command()
 @click.argument("key", metavar="KEY")
 @options.store
+@click.option("--as-code", "code", is_flag=True, help="Show it as Python text to paste.")
+@options.imports
 @options.with_state
-def show(state: State, key: str, source: str | None) -> None:
+def show(state: State, key: str, source: str | None, code: bool, modules: tuple[str, ...]) -> None:
     """Show an entry with all its candidates.
 
-    KEY is what `configs list` shows, or its beginning, a label, or the name of an operation.
+    KEY is what `configs list` shows, or its beginning, a label, or the name of an operation. For
+    --as-code its kernel must be known: give --import MODULE if it is one of your own.
     """
     place = open_place(source)
     entry = find_entry(place, key)
+    if code:
+        import_modules(modules)
+        text = _code(entry)
+        state.result({"place": place.shown, **as_data(entry), "code": text}, text)
+        return
     trials = place.trials(entry)
     data = {"place": place.shown, **as_data(entry), "trials": trials}
     state.result(data, facts(entry), *_candidates(entry, trials))
+
+
+def _code(entry: Entry) -> str:
+    from ...ops import Entry as TunedEntry
+    from ...ops.core.kernel import kernel_named
+    from ...tuning.code import as_code
+
+    device, op_id, call_key = entry["key"]
+    kernel = kernel_named(op_id)
+    if kernel is None:
+        raise Failure(
+            f"the kernel of {op_id} is not loaded, so the class of its config is not known; "
+            "--import MODULE loads it"
+        )
+    try:
+        cfg = kernel.config_from_plain(entry["config"], entry["config_type"])
+    except (TypeError, ValueError) as error:
+        raise Failure(f"the config of {op_id} does not fit its kernel: {error}") from error
+    about = entry["about"]
+    times = (about.get("seconds"), about.get("heuristic_seconds"))
+    signature = one_line(about.get("signature", ""))
+    return as_code(one_line(device), [TunedEntry(op_id, call_key, cfg, signature, *times)])
 
 
 @click.command()

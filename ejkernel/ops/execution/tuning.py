@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import jax
 
-from ..config.decision import Decision, Miss
+from ..config.context import policy_override
+from ..config.decision import Decision, Miss, StrictMiss
 from ..config.hooks import AgreementError, job_agreement
 from ..config.outcome import Outcome
 from ..config.selection import ConfigSelectorChain, Sources
@@ -67,6 +68,9 @@ def autotune(what: Any, /, *args: Any, **kwargs: Any) -> Any:
     `autotune(function, a, b)` lowers the function, finds its distinct operations, tunes each, and
     gives an `AutotuningResult`, to be used as `with result:`. `selector=` says how and where the
     results are stored (default: in memory). Other keywords go to the function.
+
+    Nothing is stored and no other call changes: both forms only give back what they measured. To
+    store the result and use it from now on, call `ejkernel.tune`.
     """
     if isinstance(what, Kernel):
         return _autotune_kernel(what, args, **kwargs)
@@ -154,23 +158,31 @@ def tune_invocations(
     selector: ConfigSelectorChain,
     device: str,
     calls: Iterable[Invocation[Any, Any] | Skipped],
+    *,
+    force: bool = False,
 ) -> AutotuningResult:
     """Tune each distinct invocation; what cannot be tuned is reported, never fatal.
 
-    What takes most of the time is tuned first and with most effort (see `tuners_by_share`).
+    What takes most of the time is tuned first and with most effort (see `tuners_by_share`). What
+    is stored is not measured again, unless `force` says so.
     """
     from ..tuner.progress_file import progress_file
 
     distinct, skipped = distinct_calls(calls)
-    answers = {key: _attempt(selector, inv, Sources.STORED) for key, inv in distinct.items()}
-    open_ones = {key: distinct[key] for key, answer in answers.items() if isinstance(answer, Miss)}
+    answers: dict[tuple[str, str], Decision[Any] | Miss | str] = {}
+    if not force:
+        answers = {key: _attempt(selector, inv, Sources.STORED) for key, inv in distinct.items()}
+    open_ones = {
+        key: inv for key, inv in distinct.items() if isinstance(answers.get(key), Miss | None)
+    }
     with progress_file(len(open_ones)) as file:
         if len(open_ones) > 1:
             file.prepare("timing each operation once")
         for key, tuner in tuners_by_share(selector.tuner, open_ones):
-            answers[key] = _attempt(selector, distinct[key], Sources.MEASURED, tuner)
+            answers[key] = _attempt(selector, distinct[key], _tuning_sources(force), tuner)
     entries = []
-    for key, answer in answers.items():
+    for key in distinct:
+        answer = answers[key]
         if isinstance(answer, Decision):
             entries.append(_entry(distinct[key], answer))
         else:
@@ -253,9 +265,15 @@ def _entry(inv: Invocation[Any, Any], decision: Decision[Any]) -> Entry:
     )
 
 
-def tuned_or_reason(selector: ConfigSelectorChain, inv: Invocation[Any, Any]) -> Entry | str:
+def _tuning_sources(force: bool) -> Sources:
+    return Sources.AGAIN if force else Sources.MEASURED
+
+
+def tuned_or_reason(
+    selector: ConfigSelectorChain, inv: Invocation[Any, Any], *, force: bool = False
+) -> Entry | str:
     """What is stored for an invocation, else the result of tuning it; or why there is nothing."""
-    answer = _attempt(selector, inv, Sources.MEASURED)
+    answer = _attempt(selector, inv, _tuning_sources(force))
     if isinstance(answer, Decision):
         return _entry(inv, answer)
     return answer.reason if isinstance(answer, Miss) else answer
@@ -275,3 +293,21 @@ def _attempt(
         raise  # another process may have an answer: going on without it would be to disagree
     except Exception as error:  # noqa: BLE001  one operation must not end the run of the others
         return f"{type(error).__name__}: {error}"
+
+
+def stored_result(
+    selector: ConfigSelectorChain, invocations: Iterable[Invocation[Any, Any]]
+) -> AutotuningResult:
+    """What a strict call would run with, for each call; those with nothing stored are skipped."""
+    entries, skipped = [], []
+    for inv in invocations:
+        key = inv.key
+        assert inv.kernel is not None
+        try:
+            with policy_override(selector, strict=True):
+                decision = selector.decide(inv, inv.kernel)
+        except StrictMiss:
+            skipped.append(Skipped(label(key.op_id, key.call_key), "nothing is stored for it"))
+            continue
+        entries.append(_entry(inv, decision))
+    return AutotuningResult(device_fingerprint(), entries, skipped)

@@ -34,6 +34,7 @@ class Request:
     emit: Emit
     offline: bool = False  # asked by a tuning run, not by a call that runs with the answer
     tuner: Tuner | None = None  # another one than the selector's
+    again: bool = False  # what earlier runs measured does not count
     agreed: bool = False  # asked for all processes of a job; programs keep what was agreed before
 
     @property
