@@ -43,6 +43,7 @@ from .core import (
     Partitioning,
     Shards,
     Supports,
+    Work,
 )
 from .core.kernel import provide_calling
 from .execution import (
@@ -121,6 +122,7 @@ __all__ = [
     "StrictMiss",
     "Supports",
     "Tuner",
+    "Work",
     "abstractify",
     "autotune",
     "autotune_lowered",

@@ -33,7 +33,7 @@ _OBJECTS = ("call", "versions")
 _KINDS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys((*_TEXTS, "clock", "target"), str),
     **dict.fromkeys((*_NUMBERS, "took"), (int, float)),
-    **dict.fromkeys(_OBJECTS, dict),
+    **dict.fromkeys((*_OBJECTS, "work"), dict),
     **dict.fromkeys(("trials", "ranked", "refused", "notes"), list),
     "tried": int,
 }

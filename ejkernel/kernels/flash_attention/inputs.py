@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel.ops import Invocation
 
-_SEGMENTS = 4
+SEGMENTS = 4  # of every sequence, if there are any
 
 
 def make_inputs(
@@ -34,7 +34,7 @@ def make_inputs(
     for name in ("segment_ids", "kv_segment_ids"):
         if name in kwargs:
             ids = kwargs[name]
-            in_order = jnp.arange(ids.shape[-1]) * _SEGMENTS // ids.shape[-1]
+            in_order = jnp.arange(ids.shape[-1]) * SEGMENTS // ids.shape[-1]
             kwargs[name] = jnp.broadcast_to(in_order, ids.shape).astype(ids.dtype)
     if "mask" in kwargs:
         kwargs["mask"] = jnp.ones_like(kwargs["mask"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ejkernel.ops import Dimension, Invocation, Kernel, NearShapes, Partitioning
+from ejkernel.ops.core.work import Work, traffic
 
 from . import pallas_gpu, pallas_tpu, xla
 from .reference import Output, layer_norm_reference, rms_norm_reference
@@ -28,6 +29,12 @@ class _Norm(Kernel[Any, Output]):
 
     def entries_are_independent(self, *args: Any, **options: Any) -> bool:
         return True
+
+    def work(self, inv: Invocation[Any, Any]) -> Work:
+        """Bytes alone: a norm waits for memory, not for its few operations per element."""
+        x = inv.args[0]
+        outputs = (x,) if inv.kwargs.get("residual") is None else (x, x)
+        return Work(bytes=traffic(inv, *outputs))
 
 
 class RmsNorm(_Norm):

@@ -8,6 +8,7 @@ from .near import Dimension, NearShapes
 from .partitioning import Partitioning, Shards
 from .supports import NotSupported, Supports
 from .types import Cfg, ConfigKey, Out
+from .work import Work
 
 __all__ = [
     "BatchAxes",
@@ -25,4 +26,5 @@ __all__ = [
     "Partitioning",
     "Shards",
     "Supports",
+    "Work",
 ]
