@@ -30,4 +30,4 @@ def visible_pairs(inv: Invocation[Any, Any]) -> int:
         # The keys of segment s: those for which key * SEGMENTS // kv_len is s.
         first = np.maximum(first, -(-segment * kv_len // SEGMENTS))
         last = np.minimum(last, -(-(segment + 1) * kv_len // SEGMENTS))
-    return batch * int(np.maximum(last - first, 0).sum())
+    return int(batch * np.maximum(last - first, 0).sum())

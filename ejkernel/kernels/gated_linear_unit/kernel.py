@@ -47,7 +47,7 @@ class GatedLinearUnit(Kernel[Any, jax.Array]):
         """Two products with the weights, and as much for the gradients of both sides."""
         x, *weights = inv.args
         columns = width_of(tuple(weights))
-        products = 2 + 2 * ("0" in inv.differentiated)
+        products = 2.0 + 2.0 * ("0" in inv.differentiated)
         products += sum(2 / len(weights) for i in ("1", "2") if i in inv.differentiated)
         out = jax.ShapeDtypeStruct((*x.shape[:-1], columns), x.dtype)
         return Work(2.0 * products * x.size * columns, traffic(inv, out))

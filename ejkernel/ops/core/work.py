@@ -81,4 +81,4 @@ def traffic(inv: Invocation[Any, Any], *results: Any) -> float:
 
 
 def _size(array: Any) -> int:
-    return math.prod(array.shape) * int(array.dtype.itemsize)
+    return int(math.prod(array.shape) * array.dtype.itemsize)
