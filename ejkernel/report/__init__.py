@@ -18,7 +18,16 @@ import pathlib
 from typing import TYPE_CHECKING, Any, Literal
 
 from .plain import NotARun
-from .record import BeforeAfter, Candidate, Gain, NotTuned, Operation, Run
+from .record import (
+    BeforeAfter,
+    Candidate,
+    CountedWork,
+    Gain,
+    NotTuned,
+    Operation,
+    Roofline,
+    Run,
+)
 
 if TYPE_CHECKING:
     from ..ops import AutotuningResult
@@ -28,10 +37,12 @@ __all__ = [
     "FORMATS",
     "BeforeAfter",
     "Candidate",
+    "CountedWork",
     "Gain",
     "NotARun",
     "NotTuned",
     "Operation",
+    "Roofline",
     "Run",
     "before_and_after",
     "render",

@@ -21,13 +21,16 @@ from .formatting import (
     headline,
     how_sure,
     interval,
+    peaks,
+    rate,
+    share_of_peak,
     shortened,
     time_spent,
     times,
 )
 from .operations import operation_card
 from .plots import axis_line, before_after_rows, gain_axis, gain_row, gain_ticks
-from .record import BeforeAfter, Gain, Operation, Run
+from .record import BeforeAfter, Gain, Operation, Roofline, Run
 from .space import dimensions
 from .widgets import card, chip, factor, facts, notes
 
@@ -146,7 +149,7 @@ def _summary(run: Run) -> Markup:
         [
             card(None, hero, *_model(run.model)),
             tag("div", *_tiles(run), class_="tiles"),
-            _overview(run.operations),
+            _overview(run.operations, run.roofline),
             _not_tuned(run),
             card(None, notes(run.notes)) if run.notes else None,
         ]
@@ -192,24 +195,30 @@ def _tiles(run: Run) -> list[Markup]:
     ]
 
 
-def _overview(operations: Sequence[Operation]) -> Markup | None:
+def _overview(operations: Sequence[Operation], roofline: Roofline | None) -> Markup | None:
     if not operations:
         return None
     total = sum(o.heuristic_seconds or 0.0 for o in operations)
-    rows = [_overview_row(i, o, total) for i, o in enumerate(operations)]
+    rows = [_overview_row(i, o, total, roofline) for i, o in enumerate(operations)]
     head = tag("tr", *(tag("th", name, scope="col", class_=kind) for name, kind in COLUMNS))
     table = tag("table", tag("thead", head), tag("tbody", *rows), class_="overview")
     return card("Operation by operation", table)
 
 
-def _overview_row(index: int, operation: Operation, total: float) -> Markup:
+def _overview_row(
+    index: int, operation: Operation, total: float, roofline: Roofline | None
+) -> Markup:
     share = (operation.heuristic_seconds or 0.0) / total if total else 0.0
     bar = tag("span", class_="bar", style=f"--share:{100 * share:.0f}%", aria_hidden="true")
     name = tag("a", operation.name, href=f"#operation-{index + 1}")
     config = described(operation.config, dimensions(operation) or None)
+    rates = (
+        rate(operation.work, operation.seconds).partition(", ")[0],
+        share_of_peak(roofline, operation.work, operation.seconds, short=True),
+    )
     cells = (
         joined([duration(operation.heuristic_seconds), bar]),
-        duration(operation.seconds),
+        joined([duration(operation.seconds), *(tag("small", text) for text in rates if text)]),
         factor(operation.gain),
         chip(how_sure(operation)),
         tag("code", config),
@@ -238,7 +247,7 @@ def _operations(run: Run) -> Markup:
     if not run.operations:
         return card(None, tag("p", "No operation was tuned."))
     return joined(
-        operation_card(operation, f"operation-{i + 1}", i < OPEN_AT_FIRST)
+        operation_card(operation, f"operation-{i + 1}", i < OPEN_AT_FIRST, run.roofline)
         for i, operation in enumerate(run.operations)
     )
 
@@ -322,6 +331,13 @@ def _method(run: Run) -> list[str]:
             "The whole model ran with the heuristic configs and with the tuned ones, "
             f"interleaved, {len(run.model.before)} times each, on the wall clock."
         )
+    if run.roofline is not None:
+        method.append(
+            "GFLOP/s and GB/s count what an operation’s definition needs once, whatever a config "
+            "computes or reads again. The machine’s peak is what large matrix products and passes "
+            "over a large array reached here; the share of it is the least time that these allow, "
+            "over the measured one."
+        )
     return method
 
 
@@ -330,6 +346,8 @@ def _method(run: Run) -> list[str]:
 
 def _environment(run: Run) -> Markup:
     known = {"created": run.created, "command": run.command, "store": run.store, **run.environment}
+    if run.roofline is not None:
+        known["peak of the machine"] = peaks(run.roofline)
     origins = [
         (joined([o.name, tag("small", o.call_key)]), _origin(o, run)) for o in run.operations
     ]

@@ -66,6 +66,75 @@ class Gain:
 
 
 @dataclasses.dataclass(frozen=True)
+class CountedWork:
+    """What one call has to do, as its kernel counts it (see `ejkernel.ops.Work`).
+
+    Attributes:
+      flops: floating-point operations.
+      bytes: read from memory and written to it.
+      dtype: that of the numbers.
+    """
+
+    flops: float | None = None
+    bytes: float | None = None
+    dtype: str = ""
+
+    def __post_init__(self) -> None:
+        for value in (self.flops, self.bytes):
+            if value is not None and math.isfinite(value) and not 0 <= value <= 1e30:
+                raise ValueError(f"CountedWork: {value!r} is no count of operations or bytes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """The most that a machine can do, as plain large programs measured it there.
+
+    Attributes:
+      device: the device's fingerprint.
+      flops: operations per second of large matrix products, by dtype.
+      bytes: bytes per second that go from memory and to it.
+      when: the moment it was measured, UTC.
+    """
+
+    device: str
+    flops: dict[str, float]
+    bytes: float
+    when: str = ""
+
+    def __post_init__(self) -> None:
+        for value in (self.bytes, *self.flops.values()):
+            if not 1.0 <= value <= 1e30:
+                raise ValueError(f"Roofline: {value!r} is nothing that a machine does per second")
+
+    def peak(self, dtype: str) -> float | None:
+        """Operations per second with numbers of a dtype.
+
+        Short ones may be computed as float32, where that is faster.
+        """
+        known = [self.flops.get(dtype)]
+        if dtype in ("bfloat16", "float16"):
+            known.append(self.flops.get("float32"))
+        return max((value for value in known if value is not None), default=None)
+
+    def least_seconds(self, work: CountedWork) -> tuple[float, str] | None:
+        """The least time that work can take here, and what limits it: `compute` or `memory`.
+
+        >>> machine = Roofline("cpu", {"float32": 1e11}, 1e10)
+        >>> machine.least_seconds(CountedWork(flops=2e9, bytes=1e6, dtype="float32"))
+        (0.02, 'compute')
+        """
+        limits = []
+        peak = self.peak(work.dtype)
+        if work.flops is not None and peak is not None:
+            limits.append((work.flops / peak, "compute"))
+        if work.bytes is not None:
+            limits.append((work.bytes / self.bytes, "memory"))
+        if work.flops is not None and peak is None:
+            return None  # memory alone says too little about what computes
+        return max(limits, default=None)
+
+
+@dataclasses.dataclass(frozen=True)
 class Candidate(_Timed):
     """One config that was considered.
 
@@ -75,6 +144,7 @@ class Candidate(_Timed):
       seconds: its time per call.
       samples: the samples behind that, in the order in which they were taken.
       reason: why it has no time, or a remark.
+      order: its place among those that were tried; None if it was not, or nobody knows.
     """
 
     config: Any
@@ -82,6 +152,7 @@ class Candidate(_Timed):
     seconds: float | None = None
     samples: tuple[float, ...] = ()
     reason: str = ""
+    order: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +180,7 @@ class Operation(_Timed):
       versions: those of everything between the kernel and the running program.
       notes: remarks of the tuner.
       candidates: everything that was considered.
+      work: what one call has to do, if its kernel counts it.
     """
 
     op_id: str
@@ -131,6 +203,7 @@ class Operation(_Timed):
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     candidates: tuple[Candidate, ...] = ()
+    work: CountedWork | None = None
 
     @property
     def name(self) -> str:
@@ -207,6 +280,7 @@ class Run(_Timed):
       command: what was typed.
       environment: versions, host and so on, in the order in which they are shown.
       notes: remarks.
+      roofline: the most that the device can do, if any operation counts its work.
     """
 
     title: str
@@ -220,6 +294,7 @@ class Run(_Timed):
     command: str = ""
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    roofline: Roofline | None = None
 
     @classmethod
     def of(

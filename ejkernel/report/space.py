@@ -7,6 +7,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .formatting import Value, flat
 from .record import Candidate, Operation
@@ -14,6 +15,7 @@ from .record import Candidate, Operation
 MOST_MAPS = 6
 MOST_DIMENSIONS = 16  # that maps are drawn of: a record may have any number
 MOST_VALUES = 32  # of one dimension; a larger map cannot be read
+LEAST_TIMED = 8  # candidates with a time, before anything is said about what mattered
 
 
 def dimensions(operation: Operation) -> list[str]:
@@ -23,6 +25,25 @@ def dimensions(operation: Operation) -> list[str]:
     varying = [name for name in names if len({str(fields.get(name)) for fields in every}) > 1]
     timed = [(flat(c.config), c.seconds) for c in operation.candidates if c.seconds]
     return sorted(varying, key=lambda name: -_importance(name, timed))
+
+
+def importances(operation: Operation) -> list[tuple[str, float | None]] | None:
+    """The share of the differences in time that each dimension explains by itself, largest first.
+
+    It is the share of the variance of the logarithm of time (its main effect), and None for a
+    dimension with fewer than two candidates for each of its values. None for all of them: too few
+    candidates have a time.
+    """
+    timed = [(flat(c.config), c.seconds) for c in operation.candidates if c.seconds]
+    if len(timed) < LEAST_TIMED:
+        return None
+    found: list[tuple[str, float | None]] = []
+    for name in dimensions(operation):
+        values = len({str(fields.get(name)) for fields, _ in timed})
+        if values > 1:  # else all that were measured have the same
+            known = len(timed) >= 2 * values
+            found.append((name, _importance(name, timed) if known else None))
+    return sorted(found, key=lambda pair: -1.0 if pair[1] is None else pair[1], reverse=True)
 
 
 def _importance(name: str, timed: Sequence[tuple[dict[str, Value], float]]) -> float:
@@ -47,10 +68,14 @@ def _importance(name: str, timed: Sequence[tuple[dict[str, Value], float]]) -> f
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One place of a map: the best candidate with these two values, and how many there are."""
+    """One place of a map: the best candidate with these two values, and how many there are.
+
+    `chosen` is the config that was chosen, if it is one of them; it need not be the fastest.
+    """
 
     candidate: Candidate
     count: int
+    chosen: Candidate | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +102,7 @@ def maps(operation: Operation) -> list[Map]:
     weight = {name: _importance(name, timed) for name in names[:MOST_DIMENSIONS]}
     found = []
     for a, b in itertools.combinations(weight, 2):
-        drawn = _map(fields, a, b, len(names) > 2)
+        drawn = _map(operation.config, fields, a, b, len(names) > 2)
         if drawn is None:
             continue
         tried = sum(cell.candidate.seconds is not None for cell in drawn.cells.values())
@@ -89,14 +114,20 @@ def maps(operation: Operation) -> list[Map]:
 
 
 def _map(
-    candidates: Sequence[tuple[dict[str, Value], Candidate]], a: str, b: str, more: bool
+    config: Any,
+    candidates: Sequence[tuple[dict[str, Value], Candidate]],
+    a: str,
+    b: str,
+    more: bool,
 ) -> Map | None:
     down, across = sorted((a, b))
     cells: dict[tuple[Value, Value], Cell] = {}
     for fields, candidate in candidates:
         place = (fields.get(down), fields.get(across))
         old = cells.get(place, Cell(candidate, 0))
-        cells[place] = Cell(min(old.candidate, candidate, key=_rank), old.count + 1)
+        best = min(old.candidate, candidate, key=_rank)
+        chosen = candidate if candidate.config == config else old.chosen
+        cells[place] = Cell(best, old.count + 1, chosen)
     rows, columns = (tuple(sorted({place[i] for place in cells}, key=_order)) for i in (0, 1))
     small = len(rows) <= MOST_VALUES and len(columns) <= MOST_VALUES
     return Map(down, across, rows, columns, cells, more) if small else None
