@@ -7,7 +7,7 @@ from .axis import Axis
 from .formatting import counted, described, duration, rounded
 from .plots import percent
 from .record import Candidate, Operation
-from .space import LEAST_TIMED, dimensions, importances
+from .space import dimensions, importances
 
 MOST_POINTS = 600  # that are drawn of a long search; every improvement is
 MOST_SHOWN = 12  # parameters
@@ -127,11 +127,7 @@ def _what_mattered(operation: Operation) -> Markup | None:
         return None
     shares = importances(operation)
     if shares is None:
-        body: Markup = tag(
-            "p",
-            f"Too few candidates to tell: {LEAST_TIMED} with a time are needed.",
-            class_="soft",
-        )
+        body: Markup = tag("p", "Too few candidates have a time to tell.", class_="soft")
     elif not any(share for _, share in shares):
         body = tag(
             "p",
@@ -144,9 +140,8 @@ def _what_mattered(operation: Operation) -> Markup | None:
                 tag("table", tag("tbody", *map(_bar, shares[:MOST_SHOWN])), class_="shares"),
                 tag(
                     "p",
-                    "Each one’s share of the differences in time (variance of their logarithms) by "
-                    "itself. The rest is combinations and noise; where not every combination was "
-                    "tried, shares overlap.",
+                    "Each one’s share of the differences in time (of the variance of their "
+                    "logarithms). The rest is combinations of them, and noise.",
                     class_="legend soft",
                 ),
             ]
@@ -154,12 +149,13 @@ def _what_mattered(operation: Operation) -> Markup | None:
     return tag("div", tag("h3", "Which parameter mattered"), body)
 
 
-def _bar(parameter: tuple[str, float | None]) -> Markup:
+def _bar(parameter: tuple[str, float]) -> Markup:
     name, share = parameter
-    if share is None:
-        cells = [tag("td", "too few candidates", class_="soft", colspan=2)]
-    else:
-        bar = tag("rect", class_="share", x="0", y="3", height="8", rx="4", width=f"{share:.0%}")
-        drawn = tag("svg", bar, width="100%", height="14", aria_hidden="true")
-        cells = [tag("td", drawn), tag("td", f"{share:.0%}".replace("%", " %"), class_="number")]
-    return tag("tr", tag("th", tag("code", name), scope="row"), *cells)
+    bar = tag("rect", class_="share", x="0", y="3", height="8", rx="4", width=f"{share:.0%}")
+    drawn = tag("svg", bar, width="100%", height="14", aria_hidden="true")
+    return tag(
+        "tr",
+        tag("th", tag("code", name), scope="row"),
+        tag("td", drawn),
+        tag("td", f"{100 * share:.0f} %", class_="number"),
+    )

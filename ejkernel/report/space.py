@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import operator
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from .record import Candidate, Operation
 MOST_MAPS = 6
 MOST_DIMENSIONS = 16  # that maps are drawn of: a record may have any number
 MOST_VALUES = 32  # of one dimension; a larger map cannot be read
+ROUNDS_OF_FITTING = 12
 LEAST_TIMED = 8  # candidates with a time, before anything is said about what mattered
 
 
@@ -27,23 +29,44 @@ def dimensions(operation: Operation) -> list[str]:
     return sorted(varying, key=lambda name: -_importance(name, timed))
 
 
-def importances(operation: Operation) -> list[tuple[str, float | None]] | None:
-    """The share of the differences in time that each dimension explains by itself, largest first.
+def importances(operation: Operation) -> list[tuple[str, float]] | None:
+    """The share of the variance of log time that is the effect of each dimension, largest first.
 
-    It is the share of the variance of the logarithm of time (its main effect), and None for a
-    dimension with fewer than two candidates for each of its values. None for all of them: too few
-    candidates have a time.
+    The effects are those of the sum that fits the logarithms best, one for each value of each
+    dimension; what chance alone would give them is taken off. What is left to 1 is combinations of
+    dimensions, and noise. None if too few candidates have a time to tell.
     """
-    timed = [(flat(c.config), c.seconds) for c in operation.candidates if c.seconds]
-    if len(timed) < LEAST_TIMED:
+    timed = [(flat(c.config), math.log(c.seconds)) for c in operation.candidates if c.seconds]
+    groups: dict[str, list[list[int]]] = {}
+    for name in dimensions(operation)[:MOST_DIMENSIONS]:
+        members: dict[str, list[int]] = {}
+        for place, (fields, _) in enumerate(timed):
+            members.setdefault(str(fields.get(name)), []).append(place)
+        if len(members) > 1:  # else all that were measured have the same value
+            groups[name] = list(members.values())
+    free = len(timed) - 1 - sum(len(values) - 1 for values in groups.values())
+    if len(timed) < LEAST_TIMED or free < len(timed) / 4:
         return None
-    found: list[tuple[str, float | None]] = []
-    for name in dimensions(operation):
-        values = len({str(fields.get(name)) for fields, _ in timed})
-        if values > 1:  # else all that were measured have the same
-            known = len(timed) >= 2 * values
-            found.append((name, _importance(name, timed) if known else None))
-    return sorted(found, key=lambda pair: -1.0 if pair[1] is None else pair[1], reverse=True)
+    middle = statistics.fmean(log for _, log in timed)
+    differences = [log - middle for _, log in timed]
+    rest, total = list(differences), sum(difference**2 for difference in differences)
+    effects = {name: [0.0] * len(timed) for name in groups}
+    for _ in range(ROUNDS_OF_FITTING):
+        for name, values in groups.items():
+            for places in values:
+                change = statistics.fmean(rest[place] for place in places)
+                for place in places:
+                    rest[place] -= change
+                    effects[name][place] += change
+    noise = sum(left * left for left in rest) / free
+
+    def share(name: str) -> float:
+        # Its product with the differences: added up over all dimensions, this is what all explain.
+        explained = sum(map(operator.mul, effects[name], differences))
+        by_chance = noise * (len(groups[name]) - 1)
+        return min(max(0.0, (explained - by_chance) / total), 1.0) if total > 0 else 0.0
+
+    return sorted(((name, share(name)) for name in groups), key=lambda pair: -pair[1])
 
 
 def _importance(name: str, timed: Sequence[tuple[dict[str, Value], float]]) -> float:
