@@ -1,17 +1,11 @@
-"""A run as one HTML page that needs nothing else: no network, no other file, not even scripts.
-
-Scripts add tabs, tooltips and the choice of theme. The page's own policy lets no other script run
-and nothing be loaded, so that a text that slipped through unescaped could not do anything.
-"""
+"""A run as one HTML page."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Sequence
-from importlib import resources
 
 from ..markup import Markup, joined, tag
+from .document import document
 from .formatting import (
     REJECTED,
     Finding,
@@ -32,7 +26,7 @@ from .operations import operation_card
 from .plots import axis_line, before_after_rows, gain_axis, gain_row, gain_ticks
 from .record import BeforeAfter, Gain, Operation, Roofline, Run
 from .space import dimensions
-from .widgets import card, chip, factor, facts, notes
+from .widgets import card, chip, factor, facts, hero, notes
 
 OPEN_AT_FIRST = 2  # operations whose candidates are shown without a click
 
@@ -49,82 +43,22 @@ COLUMNS = (
 
 def page(run: Run) -> str:
     """The whole document."""
-    style, script = _file("page.css"), _file("page.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = (
-        "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
-        f"script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    )
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("meta", name="generator", content="ejkernel"),
-        tag("link", rel="icon", href="data:,"),
-        tag("title", f"Tuning report: {run.title}"),
-        tag("style", Markup(style)),
-    )
     panels = [
         ("summary", "Summary", _summary(run)),
         ("operations", "Operations", _operations(run)),
         ("sure", "How sure", _certainty(run)),
         ("environment", "Environment", _environment(run)),
     ]
-    tabs = [
-        tag(
-            "button",
-            title,
-            type="button",
-            role="tab",
-            id=f"tab-{name}",
-            aria_controls=name,
-            aria_selected="true" if i == 0 else "false",
-            tabindex="0" if i == 0 else "-1",
-        )
-        for i, (name, title, _) in enumerate(panels)
-    ]
     version = run.environment.get("ejkernel", "")
-    body = tag(
-        "body",
-        _head_of_page(run),
-        tag("nav", tag("div", *tabs, role="tablist", aria_label="Parts of the report")),
-        tag(
-            "main",
-            *(
-                tag("section", content, id=name, role="tabpanel", aria_labelledby=f"tab-{name}")
-                for name, _, content in panels
-            ),
-        ),
-        tag("footer", " ".join(["Made by ejkernel", version, "·", run.created])),
-        tag("div", id="tip", role="tooltip", hidden=True),
-        tag("script", Markup(script)),
-    )
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
-
-
-def _file(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-def _head_of_page(run: Run) -> Markup:
-    return tag(
-        "header",
-        tag(
-            "div",
+    return document(
+        f"Tuning report: {run.title}",
+        [
             tag("p", "ejkernel · tuning report", class_="brand"),
             tag("h1", run.title),
             tag("p", tag("code", run.device), " · ", run.created[:10], class_="soft"),
-        ),
-        tag(
-            "button",
-            "◐",
-            type="button",
-            id="theme",
-            aria_label="Change between light and dark",
-            title="Light or dark",
-        ),
+        ],
+        panels,
+        " ".join(["Made by ejkernel", version, "·", run.created]),
     )
 
 
@@ -133,21 +67,9 @@ def _head_of_page(run: Run) -> Markup:
 
 def _summary(run: Run) -> Markup:
     """What a manager wants to know, and each operation in a line."""
-    top = headline(run)
-    hero = tag(
-        "div",
-        tag("p", top.figure, class_=f"figure {top.finding.level}", aria_hidden="true"),
-        tag(
-            "div",
-            tag("h2", top.title),
-            tag("p", top.sentence),
-            tag("p", chip(top.finding), " ", top.finding.sentence, class_="soft"),
-        ),
-        class_="hero",
-    )
     return joined(
         [
-            card(None, hero, *_model(run.model)),
+            card(None, hero(headline(run)), *_model(run.model)),
             tag("div", *_tiles(run), class_="tiles"),
             _overview(run.operations, run.roofline),
             _not_tuned(run),

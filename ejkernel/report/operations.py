@@ -81,9 +81,9 @@ def _rate(operation: Operation, roofline: Roofline | None) -> list[tuple[str, st
     """The work of the chosen config per second, and how much that is of what can be had."""
     figures = rate(operation.work, operation.seconds)
     share = share_of_peak(roofline, operation.work, operation.seconds)
-    return [("efficiency", share or "not compared with the peak"), ("rate", figures)] * bool(
-        figures
-    )
+    if not figures:
+        return []
+    return [("efficiency", share or "not compared with the peak"), ("rate", figures)]
 
 
 def _plot(operation: Operation, name: str) -> Markup:

@@ -67,7 +67,7 @@ def roofline_of(device: str, dtypes: Iterable[str] = ()) -> Roofline | None:
 
 def flops_per_second(dtype: str) -> float | None:
     """The most operations per second of a matrix product, over some sizes; None if JAX lacks it."""
-    if jnp.zeros((), dtype).dtype != dtype:
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         return None  # float64 without `jax_enable_x64`
     most, until = 0.0, time.perf_counter() + 2 * SAMPLES_SECONDS
     multiply = jax.jit(jnp.matmul)

@@ -58,15 +58,23 @@ def importances(operation: Operation) -> list[tuple[str, float]] | None:
                 for place in places:
                     rest[place] -= change
                     effects[name][place] += change
-    noise = sum(left * left for left in rest) / free
-
-    def share(name: str) -> float:
-        # Its product with the differences: added up over all dimensions, this is what all explain.
-        explained = sum(map(operator.mul, effects[name], differences))
-        by_chance = noise * (len(groups[name]) - 1)
-        return min(max(0.0, (explained - by_chance) / total), 1.0) if total > 0 else 0.0
-
-    return sorted(((name, share(name)) for name in groups), key=lambda pair: -pair[1])
+    left = sum(value * value for value in rest)
+    if total <= 0:
+        return [(name, 0.0) for name in groups]
+    shares = {
+        # Its product with the differences: of all dimensions together, what they explain.
+        name: max(
+            0.0,
+            sum(map(operator.mul, effects[name], differences)) / total
+            - (len(groups[name]) - 1) * (left / free) / total,
+        )
+        for name in groups
+    }
+    most = max(sum(shares.values()), 1 - left / total) or 1.0  # some may have been below zero
+    return sorted(
+        ((name, share * (1 - left / total) / most) for name, share in shares.items()),
+        key=lambda pair: -pair[1],
+    )
 
 
 def _importance(name: str, timed: Sequence[tuple[dict[str, Value], float]]) -> float:
