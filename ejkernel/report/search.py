@@ -68,6 +68,16 @@ def _history(operation: Operation) -> Markup | None:
         tag("line", class_="grid", x1="0", x2="100%", y1=down(tick), y2=down(tick))
         for tick in axis.ticks()
     ]
+    # Each improvement holds until the next one. Points lie above, where a finger meets them.
+    ends = [*(number for number, _ in better[1:]), len(tried) + 0.5]
+    for i, (number, candidate) in enumerate(better):
+        y = down(candidate.seconds or 0.0)
+        marks.append(
+            tag("line", class_="so-far", x1=across(number), x2=across(ends[i]), y1=y, y2=y)
+        )
+        if i:
+            above, x = down(better[i - 1][1].seconds or 0.0), across(number)
+            marks.append(tag("line", class_="so-far", x1=x, x2=x, y1=above, y2=y))
     every = -(-len(tried) // MOST_POINTS)
     improved = {number for number, _ in better}
     for number, candidate in enumerate(tried, 1):
@@ -82,16 +92,6 @@ def _history(operation: Operation) -> Markup | None:
         else:
             kind, radius = ("mark", 5.5) if chosen else ("tried", 3)
             marks.append(tag("circle", class_=kind, cy=down(candidate.seconds), r=radius, **place))
-    # Each improvement holds until the next one.
-    ends = [*(number for number, _ in better[1:]), len(tried) + 0.5]
-    for i, (number, candidate) in enumerate(better):
-        y = down(candidate.seconds or 0.0)
-        marks.append(
-            tag("line", class_="so-far", x1=across(number), x2=across(ends[i]), y1=y, y2=y)
-        )
-        if i:
-            above, x = down(better[i - 1][1].seconds or 0.0), across(number)
-            marks.append(tag("line", class_="so-far", x1=x, x2=x, y1=above, y2=y))
     labels = [tag("span", rounded(tick), style=f"top:{down(tick)}") for tick in axis.ticks()]
     return tag(
         "div",

@@ -116,6 +116,27 @@ def plain_run() -> Run:
     )  # fmt: skip
 
 
+def changed_run() -> Run:
+    """The plain run some days later: one operation faster, one as before, one new, one gone."""
+    was = plain_run()
+    faster = dataclasses.replace(
+        attention(), config=blocks(256, 64), seconds=0.0035,
+        candidates=tuple(
+            dataclasses.replace(c, samples=tuple(0.7 * sample for sample in c.samples))
+            for c in attention().candidates
+        ),
+    )  # fmt: skip
+    new = dataclasses.replace(loss(), op_id="rms_norm@v1", call_key="9" * 16, signature="f32[8]")
+    other = dataclasses.replace(loss(), op_id="layer_norm@v1", call_key="8" * 16)
+    return dataclasses.replace(
+        was,
+        created="2026-11-18T09:00:00+00:00",
+        operations=(faster, loss(), new, other),
+        model=dataclasses.replace(model(), after=tuple(0.9 * s for s in model().after)),
+        environment={**was.environment, "jax": "0.10.3", "commit": "f" * 40},
+    )
+
+
 def hostile_run() -> Run:
     """Every text of a run is something that wants to break out."""
 
