@@ -27,6 +27,7 @@ from ejkernel.ops import (
     Executor,
     Kernel,
     PersistentCache,
+    Work,
     autotune_lowered,
     find_labels_in_lowered,
     set_default_executor,
@@ -67,6 +68,11 @@ class ChunkedCrossEntropy(Kernel[LossConfig, jax.Array]):
     def candidate_cfgs(self, inv):
         tokens = inv.args[0].shape[0]
         return [LossConfig(rows) for rows in (64, 256, 512, 1024, 2048) if tokens % rows == 0]
+
+    def work(self, inv):
+        """The product that makes the logits, and one more for each gradient: for the report."""
+        hidden, embedding, _ = inv.args
+        return Work(flops=2 * hidden.size * embedding.shape[0] * (1 + len(inv.differentiated)))
 
 
 chunked_cross_entropy = ChunkedCrossEntropy()
