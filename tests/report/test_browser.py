@@ -166,6 +166,22 @@ def test_a_phone_needs_no_scrolling_sideways(pages, name, width):
         assert page.ask("document.documentElement.scrollWidth") <= width, tab
 
 
+@pytest.mark.parametrize("name", ["plain", "large", "diff"])
+def test_values_of_an_axis_do_not_lie_on_each_other(pages, name):
+    for width in (320, 390, 1100):
+        page = pages(name, width=width)
+        page.ask("document.querySelectorAll('section').forEach(s => { s.hidden = false; })")
+        page.ask("document.querySelectorAll('details').forEach(d => { d.open = true; })")
+        overlaps = page.ask(
+            "[...document.querySelectorAll('.axis-marks')].map(marks => [...marks.children]"
+            ".map(mark => mark.getBoundingClientRect()).filter(box => box.width)"
+            ".sort((a, b) => a.left - b.left)"
+            ".some((box, i, all) => i && box.left < all[i - 1].right))"
+        )
+        assert True not in overlaps, width
+        assert len(overlaps) >= 1
+
+
 def test_everything_can_be_reached_and_has_a_name(pages):
     page = pages("plain")
     nameless = page.ask(
