@@ -50,11 +50,16 @@ def roofline_of(device: str, dtypes: Iterable[str] = ()) -> Roofline | None:
     missing = [dtype for dtype in wanted if known is None or dtype not in known.flops]
     if not missing or isinstance(current_device(), StandIn) or device != device_fingerprint():
         return known
-    peaks = {dtype: peak for dtype in missing if (peak := flops_per_second(dtype)) is not None}
+    try:
+        peaks = {dtype: peak for dtype in missing if (peak := flops_per_second(dtype)) is not None}
+        memory = bytes_per_second() if known is None else known.bytes
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:  # a device without room for it
+        logger.info("ejkernel: the peak of this machine cannot be measured: %s", error)
+        return known
     found = Roofline(
         device=device,
         flops={**({} if known is None else known.flops), **peaks},
-        bytes=bytes_per_second() if known is None else known.bytes,
+        bytes=memory,
         when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )
     _measured[device] = found

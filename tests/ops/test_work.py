@@ -202,3 +202,17 @@ def test_trials_say_in_which_order_they_were_tried(tmp_path):
     assert heuristic_first == [16, 8, 32]
     plain = [trial.to_plain() for trial in outcome.trials]
     assert sorted(trial["order"] for trial in plain) == [1, 2, 3]
+
+
+def test_a_run_that_goes_on_counts_on(tmp_path):
+    kernel, store = Counted("counted_on"), PersistentCache(tmp_path)
+
+    def outcome(**limits):
+        tuner = Tuner(effort="quick", **limits)
+        selector = ConfigSelectorChain(ConfigCache(), tuner=tuner, persistent=store)
+        (entry,) = autotune_lowered(selector, jax.jit(kernel).lower(X)).entries
+        return {trial.cfg.rows: trial.order for trial in entry.outcome.trials}
+
+    first = outcome(evaluations=1)
+    assert first == {16: 1, 8: None, 32: None}
+    assert outcome() == {16: 1, 8: 2, 32: 3}

@@ -100,6 +100,17 @@ def test_without_a_folder_it_is_measured_and_said(cache, measured, caplog):
     assert "is not stored" in caplog.text
 
 
+def test_a_device_without_room_has_no_peak(cache, monkeypatch, caplog):
+    def full(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 256 MB")
+
+    monkeypatch.setattr(roofline, "bytes_per_second", full)
+    monkeypatch.setattr(roofline, "flops_per_second", lambda dtype: 1e11)
+    with caplog.at_level(logging.INFO, "ejkernel"):
+        assert roofline.roofline_of(device_fingerprint()) is None
+    assert "RESOURCE_EXHAUSTED" in caplog.text
+
+
 def test_measuring_is_quick_and_possible(monkeypatch):
     began = time.process_time()
     assert 1e8 < roofline.flops_per_second("float32") < 1e16
