@@ -104,9 +104,10 @@ def share_of_peak(
     if short:
         return f"{percent} of peak"
     words = f"{percent} of this machine’s peak, limited by {least[1]}"
-    return (
-        f"{words}; its data stays in the caches" if share > 105 and least[1] == "memory" else words
-    )
+    if share <= 105:
+        return words
+    why = "its data stays in the caches" if least[1] == "memory" else "that was measured too low"
+    return f"{words}; {why}"
 
 
 def peaks(roofline: Roofline) -> str:

@@ -109,7 +109,7 @@ def _history(operation: Operation) -> Markup | None:
             "p",
             tag("span", class_="key so-far"),
             "best so far ",
-            tag("span", class_="key mark"),
+            tag("span", class_="key chosen"),
             "chosen ",
             tag("span", class_="key untimed"),
             "without a time",
