@@ -162,7 +162,7 @@ class Diff:
         )
         same = (known and not gain.is_real) or abs(gain.times - 1) < 0.005
         change = (
-            "as fast in B as in A"
+            "as fast in B as in A, as far as can be measured"
             if same
             else f"{times(gain.times)} as fast in B as in A"
             if gain.times > 1
