@@ -8,7 +8,7 @@ import re
 import statistics
 from collections.abc import Iterable, Sequence
 
-from .formatting import Finding, Headline, counted, duration, interval, peaks, times
+from .formatting import Finding, Headline, counted, duration, interval, peaks, shortened, times
 from .record import Gain, Operation, Run
 
 CERTAINTY = 2.326  # standard deviations: 98 %, as in the reports of one run
@@ -40,6 +40,14 @@ class Pair:
         found = self.b or self.a
         assert found is not None
         return found
+
+    @property
+    def call(self) -> str:
+        """The call, and the versions of the operation where they differ."""
+        words = shortened(self.shown.signature)
+        if self.a is None or self.b is None or self.a.op_id == self.b.op_id:
+            return words
+        return f"{words}; {self.a.op_id} → {self.b.op_id}"
 
     @property
     def in_both(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..markup import Markup, joined, tag
 from .diff import Diff, Pair
 from .document import document
-from .formatting import described, duration, flat, rate, shortened, times
+from .formatting import described, duration, flat, rate, times
 from .plots import axis_line, gain_axis, gain_row, gain_ticks
 from .record import Operation, Run
 from .widgets import card, chip, factor, hero, notes
@@ -62,8 +62,8 @@ def _gains(diff: Diff) -> Markup | None:
             pair.shown.name,
             pair.gain,
             axis,
-            chip(pair.finding),
-            f"{pair.shown.name}\n{shortened(pair.shown.signature)}\n{pair.finding.sentence}",
+            joined([chip(pair.finding), tag("small", pair.call)]),
+            f"{pair.shown.name}\n{pair.call}\n{pair.finding.sentence}",
             i == 0,
         )
         for i, pair in enumerate(shown)
@@ -96,7 +96,7 @@ def _changed_row(pair: Pair) -> Markup:
         tag("li", tag("code", name), " ", _value(a.get(name)), " → ", _value(b.get(name)))
         for name in names
     ]
-    call = tag("small", shortened(pair.shown.signature))
+    call = tag("small", pair.call)
     listed = tag("ul", *changes, class_="notes")
     return joined([tag("dt", pair.shown.name, call), tag("dd", listed)])
 
@@ -111,10 +111,7 @@ def _alone(diff: Diff) -> Markup | None:
         ("A", [pair for pair in diff.pairs if pair.b is None]),
         ("B", [pair for pair in diff.pairs if pair.a is None]),
     ):
-        items = [
-            joined([tag("b", pair.shown.name), " ", tag("code", shortened(pair.shown.signature))])
-            for pair in pairs
-        ]
+        items = [joined([tag("b", pair.shown.name), " ", tag("code", pair.call)]) for pair in pairs]
         if items:
             lists.append(card(f"Only in {name}", notes(items)))
     return joined(lists) if lists else None
@@ -139,7 +136,7 @@ def _row(pair: Pair) -> Markup:
         factor(pair.gain) if pair.in_both else tag("span", "–"),
         chip(pair.finding),
     )
-    name = tag("th", pair.shown.name, tag("small", shortened(pair.shown.signature)), scope="row")
+    name = tag("th", pair.shown.name, tag("small", pair.call), scope="row")
     sides = [("A", pair.a), ("B", pair.b)]
     if pair.in_both and not pair.config_changed:
         sides = [("A and B", pair.b)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..markup import escaped_markdown as escaped
 from ..markup import markdown_table as table
 from .diff import Diff, Pair
-from .formatting import described, duration, interval, shortened, times
+from .formatting import described, duration, interval, times
 
 
 def page(diff: Diff) -> str:
@@ -32,10 +32,7 @@ def page(diff: Diff) -> str:
     ):
         if alone:
             lines += [f"## Only in {name}", ""]
-            lines += [
-                f"- {escaped(pair.shown.op_id)}: {escaped(shortened(pair.shown.signature))}"
-                for pair in alone
-            ]
+            lines += [f"- {escaped(pair.shown.op_id)}: {escaped(pair.call)}" for pair in alone]
             lines += [""]
     lines += ["## Machines, versions and commits", ""]
     rows = [
@@ -52,7 +49,7 @@ def _row(pair: Pair) -> tuple[str, ...]:
     gain = pair.gain
     return (
         escaped(pair.shown.name),
-        escaped(shortened(pair.shown.signature)),
+        escaped(pair.call),
         duration(pair.a.seconds),
         duration(pair.b.seconds),
         "–" if gain is None else times(gain.times),
@@ -66,7 +63,7 @@ def _configs(pair: Pair) -> tuple[str, ...]:
     assert pair.b is not None
     return (
         escaped(pair.shown.name),
-        escaped(shortened(pair.shown.signature)),
+        escaped(pair.call),
         escaped(described(pair.a.config)),
         escaped(described(pair.b.config)),
     )
