@@ -106,8 +106,9 @@ def share_of_peak(
     words = f"{percent} of this machine’s peak, limited by {least[1]}"
     if share <= 105:
         return words
-    why = "its data stays in the caches" if least[1] == "memory" else "that was measured too low"
-    return f"{words}; {why}"
+    if least[1] == "memory":
+        return f"{words}; its data stays in the caches"
+    return f"{words}; more than plain matrix products reach"
 
 
 def peaks(roofline: Roofline) -> str:
