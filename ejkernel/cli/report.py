@@ -7,7 +7,7 @@ import pathlib
 import click
 
 from ..markup import one_line
-from ..report import FORMATS, NotARun, Run, render
+from ..report import FORMATS, Diff, NotARun, Run, render
 from ..report import write as write_report
 from ..report.formatting import counted
 from . import options
@@ -32,6 +32,12 @@ from .stores import open_place
     help="Where to write it; '-' is the standard output.  [default: ejkernel-report.html; "
     "for md and json the standard output]",
 )
+@click.option(
+    "--diff",
+    type=(str, str),
+    metavar="A B",
+    help="Compare two runs instead: record B with record A.",
+)
 @click.option("--from-store", is_flag=True, help="About all that a store holds for this device.")
 @options.store
 @click.option("--list", "listing", is_flag=True, help="List the records of earlier runs.")
@@ -42,6 +48,7 @@ def report(
     record: str | None,
     form: str | None,
     output: str | None,
+    diff: tuple[str, str] | None,
     from_store: bool,
     source: str | None,
     listing: bool,
@@ -49,21 +56,28 @@ def report(
 ) -> None:
     """Write a report of a tuning run: RECORD, or else the newest one.
 
-    `ejkernel tune` writes the records.
+    `ejkernel tune` writes the records, `ejkernel report --list` lists them.
     """
     if listing:
         _list(state)
         return
     if record is not None and from_store:
         raise click.UsageError("give a RECORD or --from-store, not both")
-    run = _of_store(source) if from_store or source is not None else _of_record(record)
+    if diff is not None and (record is not None or from_store or source is not None):
+        raise click.UsageError("--diff A B compares two records; give no other RECORD and no store")
+    run: Run | Diff
+    if diff is not None:
+        run = Diff.of(*map(Run.load, diff))
+    else:
+        run = _of_store(source) if from_store or source is not None else _of_record(record)
     if form is None:
         ending = pathlib.Path(output or "").suffix.lower().lstrip(".")
         form = ending if ending in FORMATS else "html"
     if state.as_json and output is None:
         form, output = "json", "-"
     if output is None:
-        output = "ejkernel-report.html" if form == "html" else "-"
+        name = "ejkernel-report.html" if diff is None else "ejkernel-diff.html"
+        output = name if form == "html" else "-"
     if output == "-":
         write(render(run, form) + "\n")  # type: ignore[arg-type]
         return
@@ -73,10 +87,14 @@ def report(
 
         webbrowser.open(file.resolve().as_uri())
     data = {"report": str(file), "format": form, "title": run.title}
-    state.result(
-        data,
-        f"report of {one_line(run.title)}, {counted(len(run.operations), 'operation')}: {file}",
-    )
+    state.result(data, f"{one_line(_summary(run))}: {file}")
+
+
+def _summary(run: Run | Diff) -> str:
+    if isinstance(run, Diff):
+        top = run.headline()
+        return f"{top.title} ({top.finding.word}). {top.sentence} The comparison"
+    return f"report of {run.title}, {counted(len(run.operations), 'operation')}"
 
 
 def _of_store(source: str | None) -> Run:

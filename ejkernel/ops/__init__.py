@@ -74,6 +74,7 @@ __all__ = [
     "StrictMiss",
     "Supports",
     "Tuner",
+    "Work",
     "abstractify",
     "autotune",
     "autotune_lowered",

@@ -13,12 +13,23 @@ file that needs no network.
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 from typing import TYPE_CHECKING, Any, Literal
 
-from .plain import NotARun
-from .record import BeforeAfter, Candidate, Gain, NotTuned, Operation, Run
+from .diff import Diff
+from .plain import NotARun, plain
+from .record import (
+    BeforeAfter,
+    Candidate,
+    CountedWork,
+    Gain,
+    NotTuned,
+    Operation,
+    Roofline,
+    Run,
+)
 
 if TYPE_CHECKING:
     from ..ops import AutotuningResult
@@ -28,10 +39,13 @@ __all__ = [
     "FORMATS",
     "BeforeAfter",
     "Candidate",
+    "CountedWork",
+    "Diff",
     "Gain",
     "NotARun",
     "NotTuned",
     "Operation",
+    "Roofline",
     "Run",
     "before_and_after",
     "render",
@@ -43,8 +57,8 @@ Format = Literal["html", "md", "json"]
 FORMATS: tuple[Format, ...] = ("html", "md", "json")
 
 
-def render(run: Run | AutotuningResult, format: Format = "html") -> str:
-    """A run, or what tuning gave back, as text: one whole HTML page, Markdown, or JSON.
+def render(run: Run | Diff | AutotuningResult, format: Format = "html") -> str:
+    """A run, what tuning gave back, or two runs compared, as text: HTML, Markdown, or JSON.
 
     >>> print(render(Run("An example", "cpu|x|2-threads", "2026-01-01"), "md").splitlines()[0])
     # Tuning report: An example
@@ -53,6 +67,8 @@ def render(run: Run | AutotuningResult, format: Format = "html") -> str:
         raise ValueError(
             f"report: format={format!r} is not known; it is one of {', '.join(FORMATS)}"
         )
+    if isinstance(run, Diff):
+        return _render_diff(run, format)
     record = run if isinstance(run, Run) else Run.of(run)
     if format == "json":
         return record.dumps()
@@ -61,8 +77,16 @@ def render(run: Run | AutotuningResult, format: Format = "html") -> str:
     return html.page(record) if format == "html" else markdown.page(record)
 
 
+def _render_diff(diff: Diff, format: Format) -> str:
+    if format == "json":
+        return json.dumps(plain(diff), indent=1, allow_nan=False)
+    from . import diff_html, diff_markdown
+
+    return diff_html.page(diff) if format == "html" else diff_markdown.page(diff)
+
+
 def write(
-    run: Run | AutotuningResult, path: str | os.PathLike[str], format: Format | None = None
+    run: Run | Diff | AutotuningResult, path: str | os.PathLike[str], format: Format | None = None
 ) -> pathlib.Path:
     """Write a report; the file is there whole or not at all. Gives its path.
 

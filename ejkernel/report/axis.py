@@ -46,6 +46,10 @@ class Axis:
             share = (value - self.low) / (self.high - self.low)
         return round(100 * share, 2)
 
+    def shows(self, value: float) -> bool:
+        """False for what lies beyond its ends."""
+        return self.low <= value <= self.high
+
     def ticks(self) -> list[float]:
         """Round values for marks, neither crowded nor fewer than two where that can be.
 

@@ -19,7 +19,8 @@ from ..ops.utils.fingerprint import device_fingerprint
 from ..ops.utils.provenance import versions
 from ..ops.utils.serialize import to_plain
 from ..store.rows import sound_about
-from .record import Candidate, Gain, NotTuned, Operation, is_time
+from .commit import commit_here
+from .record import Candidate, CountedWork, Gain, NotTuned, Operation, Roofline, is_time
 
 StoreLike = PersistentCache | str | os.PathLike[str] | None
 
@@ -42,6 +43,7 @@ def fields_of_result(
         "operations": operations,
         "not_tuned": tuple(NotTuned(skipped.label, skipped.reason) for skipped in result.skipped),
         "store": "" if cache is None else str(cache.path),
+        "roofline": _roofline(result.device, operations),
         **_here(result.device, environment),
     }
 
@@ -52,14 +54,16 @@ def fields_of_store(
     """What `Run.of_store` takes from a store."""
     cache = store if isinstance(store, PersistentCache) else PersistentCache(store)
     device = device or device_fingerprint()
+    operations = tuple(
+        _stored_operation(entry, cache)
+        for entry in cache.related(limit=limit, device=device)
+        if not entry["about"].get("estimated")  # ranked by a compiler, never run
+    )
     return {
         "title": title or f"Tuned configs of {device}",
-        "operations": tuple(
-            _stored_operation(entry, cache)
-            for entry in cache.related(limit=limit, device=device)
-            if not entry["about"].get("estimated")  # ranked by a compiler, never run
-        ),
+        "operations": operations,
         "store": str(cache.path),
+        "roofline": _roofline(device, operations),
         **_here(device, {}),
     }
 
@@ -67,11 +71,23 @@ def fields_of_store(
 def _here(device: str, environment: Mapping[str, str]) -> dict[str, Any]:
     """The moment, and what is true of this process and its machine."""
     facts = {"system": platform.platform(terse=True), "host": socket.gethostname()}
+    if (commit := commit_here()) is not None:
+        facts["commit"] = commit
     return {
         "device": device,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "environment": {"device": device, **versions(), **facts, **environment},
     }
+
+
+def _roofline(device: str, operations: Sequence[Operation]) -> Roofline | None:
+    """What the device can do at most, where there is something to compare with it."""
+    dtypes = [operation.work.dtype for operation in operations if operation.work is not None]
+    if not dtypes:
+        return None
+    from .roofline import roofline_of
+
+    return roofline_of(device, dtypes)
 
 
 def gain_of(slower: Sequence[float], faster: Sequence[float], times: float | None = None) -> Gain:
@@ -182,11 +198,26 @@ def _from_about(
         versions={str(name): str(value) for name, value in found.items()},
         notes=tuple(str(note) for note in about.get("notes") or ()),
         candidates=candidates,
+        work=_work(about.get("work")),
         **known,
     )
 
 
+def _work(stored: Any) -> CountedWork | None:
+    """What one call has to do, unless what somebody stored is no count."""
+    if not isinstance(stored, dict):
+        return None
+    try:
+        flops, moved = (
+            None if stored.get(name) is None else float(stored[name]) for name in ("flops", "bytes")
+        )
+        return CountedWork(flops, moved, str(stored.get("dtype") or ""))
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
 def _candidate(trial: Mapping[str, Any]) -> Candidate:
+    order = trial.get("order")
     return Candidate(
         config=trial.get("config"),
         verdict=str(trial.get("verdict", "")),
@@ -197,6 +228,7 @@ def _candidate(trial: Mapping[str, Any]) -> Candidate:
             if type(ns) in (int, float) and 1e-6 < ns < 1e21
         ),
         reason=str(trial.get("reason") or ""),
+        order=order if type(order) is int and 0 < order < 10**9 else None,
     )
 
 

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from .record import BeforeAfter, Gain, Operation, Run, is_time
+from .record import BeforeAfter, CountedWork, Gain, Operation, Roofline, Run, is_time
 
 Value = str | int | float | bool | None
 Level = Literal["sure", "likely", "open", "unknown"]
@@ -61,6 +61,60 @@ def speedup(before: float | None, after: float | None) -> str:
 def interval(gain: Gain, word: str = "to") -> str:
     """The confidence interval of a speedup: `1.20× to 1.30×`."""
     return f"{times(gain.low)} {word} {times(gain.high)}"
+
+
+def per_second(number: float, unit: str) -> str:
+    """A rate in the size that fits it.
+
+    >>> per_second(1.234e11, "FLOP/s"), per_second(5.6e9, "B/s"), per_second(2e13, "FLOP/s")
+    ('123 GFLOP/s', '5.60 GB/s', '20.0 TFLOP/s')
+    """
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if number >= size:
+            return f"{_three_digits(number / size)} {prefix}{unit}"
+    return f"{_three_digits(number / 1e3)} k{unit}"
+
+
+def rate(work: CountedWork | None, seconds: float | None) -> str:
+    """Operations and bytes per second, as far as they are counted; else nothing.
+
+    >>> rate(CountedWork(flops=2e9, bytes=5e7), 0.01)
+    '200 GFLOP/s, 5.00 GB/s'
+    """
+    if work is None or not seconds:
+        return ""
+    counts = ((work.flops, "FLOP/s"), (work.bytes, "B/s"))
+    return ", ".join(per_second(count / seconds, unit) for count, unit in counts if count)
+
+
+def share_of_peak(
+    roofline: Roofline | None, work: CountedWork | None, seconds: float | None, short: bool = False
+) -> str:
+    """How close a time is to the least that its machine allows; nothing if that is not known.
+
+    >>> machine = Roofline("cpu", {"float32": 1e11}, 1e10)
+    >>> share_of_peak(machine, CountedWork(2e9, 1e6, "float32"), 0.04)
+    '50 % of this machine’s peak, limited by compute'
+    """
+    least = None if roofline is None or work is None else roofline.least_seconds(work)
+    if least is None or not seconds or not least[0]:
+        return ""
+    share = 100 * least[0] / seconds
+    percent = f"{share:.0f} %" if share >= 1 else "under 1 %"
+    if short:
+        return f"{percent} of peak"
+    words = f"{percent} of this machine’s peak, limited by {least[1]}"
+    if share <= 105:
+        return words
+    if least[1] == "memory":
+        return f"{words}; its data stays in the caches"
+    return f"{words}; more than plain matrix products reach"
+
+
+def peaks(roofline: Roofline) -> str:
+    """The most that a machine can do, in words."""
+    flops = [f"{per_second(peak, 'FLOP/s')} ({dtype})" for dtype, peak in roofline.flops.items()]
+    return f"{', '.join([*flops, per_second(roofline.bytes, 'B/s')])} to and from memory"
 
 
 def counted(number: int, what: str) -> str:

@@ -1,17 +1,11 @@
-"""A run as one HTML page that needs nothing else: no network, no other file, not even scripts.
-
-Scripts add tabs, tooltips and the choice of theme. The page's own policy lets no other script run
-and nothing be loaded, so that a text that slipped through unescaped could not do anything.
-"""
+"""A run as one HTML page."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Sequence
-from importlib import resources
 
 from ..markup import Markup, joined, tag
+from .document import document
 from .formatting import (
     REJECTED,
     Finding,
@@ -21,16 +15,19 @@ from .formatting import (
     headline,
     how_sure,
     interval,
+    peaks,
+    rate,
+    share_of_peak,
     shortened,
     time_spent,
     times,
 )
 from .operations import operation_card
 from .plots import axis_line, before_after_rows, gain_axis, gain_row, gain_ticks
-from .record import BeforeAfter, Gain, Operation, Run
+from .record import BeforeAfter, Gain, Operation, Roofline, Run
 from .space import dimensions
 from .summary import part_of_the_step, verdict
-from .widgets import card, chip, factor, facts, notes
+from .widgets import card, chip, factor, facts, hero, notes
 
 OPEN_AT_FIRST = 2  # operations whose candidates are shown without a click
 
@@ -47,82 +44,22 @@ COLUMNS = (
 
 def page(run: Run) -> str:
     """The whole document."""
-    style, script = _file("page.css"), _file("page.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = (
-        "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
-        f"script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    )
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=policy),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("meta", name="generator", content="ejkernel"),
-        tag("link", rel="icon", href="data:,"),
-        tag("title", f"Tuning report: {run.title}"),
-        tag("style", Markup(style)),
-    )
     panels = [
         ("summary", "Summary", _summary(run)),
         ("operations", "Operations", _operations(run)),
         ("sure", "How sure", _certainty(run)),
         ("environment", "Environment", _environment(run)),
     ]
-    tabs = [
-        tag(
-            "button",
-            title,
-            type="button",
-            role="tab",
-            id=f"tab-{name}",
-            aria_controls=name,
-            aria_selected="true" if i == 0 else "false",
-            tabindex="0" if i == 0 else "-1",
-        )
-        for i, (name, title, _) in enumerate(panels)
-    ]
     version = run.environment.get("ejkernel", "")
-    body = tag(
-        "body",
-        _head_of_page(run),
-        tag("nav", tag("div", *tabs, role="tablist", aria_label="Parts of the report")),
-        tag(
-            "main",
-            *(
-                tag("section", content, id=name, role="tabpanel", aria_labelledby=f"tab-{name}")
-                for name, _, content in panels
-            ),
-        ),
-        tag("footer", " ".join(["Made by ejkernel", version, "·", run.created])),
-        tag("div", id="tip", role="tooltip", hidden=True),
-        tag("script", Markup(script)),
-    )
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
-
-
-def _file(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-def _head_of_page(run: Run) -> Markup:
-    return tag(
-        "header",
-        tag(
-            "div",
+    return document(
+        f"Tuning report: {run.title}",
+        [
             tag("p", "ejkernel · tuning report", class_="brand"),
             tag("h1", run.title),
             tag("p", tag("code", run.device), " · ", run.created[:10], class_="soft"),
-        ),
-        tag(
-            "button",
-            "◐",
-            type="button",
-            id="theme",
-            aria_label="Change between light and dark",
-            title="Light or dark",
-        ),
+        ],
+        panels,
+        " ".join(["Made by ejkernel", version, "·", run.created]),
     )
 
 
@@ -131,23 +68,11 @@ def _head_of_page(run: Run) -> Markup:
 
 def _summary(run: Run) -> Markup:
     """What a manager wants to know, and each operation in a line."""
-    top = headline(run)
-    hero = tag(
-        "div",
-        tag("p", top.figure, class_=f"figure {top.finding.level}", aria_hidden="true"),
-        tag(
-            "div",
-            tag("h2", top.title),
-            tag("p", top.sentence),
-            tag("p", chip(top.finding), " ", top.finding.sentence, class_="soft"),
-        ),
-        class_="hero",
-    )
     return joined(
         [
-            card(None, hero, _verdict(run), *_model(run.plain), *_model(run.model)),
+            card(None, hero(headline(run)), _verdict(run), *_model(run.plain), *_model(run.model)),
             tag("div", *_tiles(run), class_="tiles"),
-            _overview(run.operations),
+            _overview(run.operations, run.roofline),
             _not_tuned(run),
             card(None, notes(run.notes)) if run.notes else None,
         ]
@@ -199,25 +124,31 @@ def _tiles(run: Run) -> list[Markup]:
     ]
 
 
-def _overview(operations: Sequence[Operation]) -> Markup | None:
+def _overview(operations: Sequence[Operation], roofline: Roofline | None) -> Markup | None:
     if not operations:
         return None
     total = sum(o.heuristic_seconds or 0.0 for o in operations)
-    rows = [_overview_row(i, o, total) for i, o in enumerate(operations)]
+    rows = [_overview_row(i, o, total, roofline) for i, o in enumerate(operations)]
     head = tag("tr", *(tag("th", name, scope="col", class_=kind) for name, kind in COLUMNS))
     table = tag("table", tag("thead", head), tag("tbody", *rows), class_="overview")
     return card("Operation by operation", table)
 
 
-def _overview_row(index: int, operation: Operation, total: float) -> Markup:
+def _overview_row(
+    index: int, operation: Operation, total: float, roofline: Roofline | None
+) -> Markup:
     share = (operation.heuristic_seconds or 0.0) / total if total else 0.0
     bar = tag("span", class_="bar", style=f"--share:{100 * share:.0f}%", aria_hidden="true")
     name = tag("a", operation.name, href=f"#operation-{index + 1}")
     in_the_step = [tag("small", words)] if (words := part_of_the_step(operation)) else []
     config = described(operation.config, dimensions(operation) or None)
+    rates = (
+        rate(operation.work, operation.seconds).partition(", ")[0],
+        share_of_peak(roofline, operation.work, operation.seconds, short=True),
+    )
     cells = (
         joined([duration(operation.heuristic_seconds), bar]),
-        duration(operation.seconds),
+        joined([duration(operation.seconds), *(tag("small", text) for text in rates if text)]),
         factor(operation.gain),
         chip(how_sure(operation)),
         tag("code", config),
@@ -246,7 +177,7 @@ def _operations(run: Run) -> Markup:
     if not run.operations:
         return card(None, tag("p", "No operation was tuned."))
     return joined(
-        operation_card(operation, f"operation-{i + 1}", i < OPEN_AT_FIRST)
+        operation_card(operation, f"operation-{i + 1}", i < OPEN_AT_FIRST, run.roofline)
         for i, operation in enumerate(run.operations)
     )
 
@@ -330,6 +261,13 @@ def _method(run: Run) -> list[str]:
             "The whole model ran with the heuristic configs and with the tuned ones, "
             f"interleaved, {len(run.model.before)} times each, on the wall clock."
         )
+    if run.roofline is not None:
+        method.append(
+            "GFLOP/s and GB/s count what an operation’s definition needs once, whatever a config "
+            "computes or reads again. The machine’s peak is what large matrix products and passes "
+            "over a large array reached here; the share of it is the least time that these allow, "
+            "over the measured one."
+        )
     return method
 
 
@@ -338,6 +276,8 @@ def _method(run: Run) -> list[str]:
 
 def _environment(run: Run) -> Markup:
     known = {"created": run.created, "command": run.command, "store": run.store, **run.environment}
+    if run.roofline is not None:
+        known["peak of the machine"] = peaks(run.roofline)
     origins = [
         (joined([o.name, tag("small", o.call_key)]), _origin(o, run)) for o in run.operations
     ]

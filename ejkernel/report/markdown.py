@@ -15,13 +15,17 @@ from .formatting import (
     headline,
     how_sure,
     interval,
+    peaks,
+    rate,
+    share_of_peak,
     shortened,
     speedup,
     time_spent,
     times,
 )
-from .record import BeforeAfter, Candidate, Operation, Run
-from .space import dimensions
+from .record import BeforeAfter, Candidate, Operation, Roofline, Run
+from .search import in_words
+from .space import dimensions, importances
 from .summary import part_of_the_step, verdict
 
 SHOWN = 15  # candidates of one operation; the whole list is in the other formats
@@ -48,7 +52,7 @@ def page(run: Run) -> str:
     for compared in (run.plain, run.model):
         lines += [] if compared is None else _model(compared)
     if run.operations:
-        lines += ["## Operations", "", *_overview(run.operations), ""]
+        lines += ["## Operations", "", *_overview(run.operations, run.roofline), ""]
     for operation in run.operations:
         lines += _operation(operation)
     if run.not_tuned:
@@ -57,6 +61,8 @@ def page(run: Run) -> str:
         lines += [""]
     lines += ["## Environment", ""]
     facts = {"created": run.created, "store": run.store, "command": run.command, **run.environment}
+    if run.roofline is not None:
+        facts["peak of the machine"] = peaks(run.roofline)
     lines += table(
         ("", ""), [(escaped(name), escaped(value)) for name, value in facts.items() if value]
     )
@@ -76,22 +82,34 @@ def _model(model: BeforeAfter) -> list[str]:
     return [*lines, *(f"\n{escaped(note)}" for note in model.notes), ""]
 
 
-def _overview(operations: Sequence[Operation]) -> list[str]:
+def _overview(operations: Sequence[Operation], roofline: Roofline | None) -> list[str]:
+    rates = [_rate(operation, roofline) for operation in operations]
+    counts = any(rates)
     rows = [
         (
             escaped(operation.op_id),
             escaped(shortened(operation.signature) or operation.call_key),
             duration(operation.heuristic_seconds),
             duration(operation.seconds),
+            *([figures or "–"] if counts else []),
             times(gain.times) if (gain := operation.gain) else "–",
             interval(gain) if gain and not operation.heuristic_stays else "–",
             how_sure(operation).word,
             escaped(described(operation.config)),
         )
-        for operation in operations
+        for operation, figures in zip(operations, rates, strict=True)
     ]
-    header = ("operation", "call", "before", "after", "speedup", "between", "how sure", "config")
+    header = ["operation", "call", "before", "after", "speedup", "between", "how sure", "config"]
+    if counts:
+        header.insert(4, "rate")
     return table(header, rows, right=(2, 3, 4))
+
+
+def _rate(operation: Operation, roofline: Roofline | None) -> str:
+    """The work of the chosen config per second, and its share of the machine's peak."""
+    figures = rate(operation.work, operation.seconds)
+    share = share_of_peak(roofline, operation.work, operation.seconds, short=True)
+    return f"{figures} ({share})" if share else figures
 
 
 def _operation(operation: Operation) -> list[str]:
@@ -101,9 +119,12 @@ def _operation(operation: Operation) -> list[str]:
     measured = operation.with_verdict("measured")
     rejected = operation.with_verdict(*REJECTED)
     lines = [f"### {escaped(operation.op_id)}({escaped(shortened(operation.signature))})", ""]
-    lines += [escaped(how_sure(operation).sentence), ""]
+    lines += [escaped(" ".join([how_sure(operation).sentence, in_words(operation)])), ""]
     if words := part_of_the_step(operation):
         lines += [f"In a run of the whole function: {escaped(words)}.", ""]
+    if mattered := [(name, share) for name, share in importances(operation) or () if share > 0.005]:
+        said = ", ".join(f"{escaped(name)} {100 * share:.0f} %" for name, share in mattered)
+        lines += [f"Share of the differences in time that each parameter explains: {said}.", ""]
     rows = [_row(operation, candidate, names) for candidate in measured[:SHOWN]]
     lines += table(("config", "time", "speedup", "fastest to slowest", ""), rows, right=(1, 2, 3))
     if len(measured) > SHOWN:

@@ -5,9 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..markup import Markup, tag
-from .formatting import REJECTED, counted, described, duration, how_sure, rounded, shortened
+from .formatting import (
+    REJECTED,
+    counted,
+    described,
+    duration,
+    how_sure,
+    rate,
+    rounded,
+    share_of_peak,
+    shortened,
+)
 from .plots import axis_line, candidate_rows, heat_map, time_axis
-from .record import Candidate, Operation
+from .record import Candidate, Operation, Roofline
+from .search import search_section
 from .space import dimensions, maps
 from .widgets import chip, factor
 
@@ -22,13 +33,15 @@ LEGEND = tag(
     tag("span", class_="key box"),
     "middle half of the samples ",
     tag("span", class_="key whisker"),
-    "fastest to slowest",
+    "fastest to slowest; » a sample lies beyond the plot",
     class_="legend soft",
     aria_hidden="true",
 )
 
 
-def operation_card(operation: Operation, name: str, is_open: bool) -> Markup:
+def operation_card(
+    operation: Operation, name: str, is_open: bool, roofline: Roofline | None = None
+) -> Markup:
     """Everything about one operation; `name` is what links call it."""
     call = tag("small", shortened(operation.signature))
     gain = factor(operation.gain) if operation.gain else None
@@ -37,6 +50,7 @@ def operation_card(operation: Operation, name: str, is_open: bool) -> Markup:
         ("time per call", duration(operation.seconds)),
         ("heuristic", tag("code", described(operation.heuristic)) if operation.heuristic else "–"),
         ("its time", duration(operation.heuristic_seconds)),
+        *_rate(operation, roofline),
     )
     unknown = (
         "The candidates of this operation are not in the record: it was tuned in an earlier run. "
@@ -55,11 +69,21 @@ def operation_card(operation: Operation, name: str, is_open: bool) -> Markup:
             class_="brief",
         ),
         _plot(operation, name) if operation.candidates else tag("p", unknown, class_="soft"),
+        search_section(operation),
         _space(operation, name),
         class_="card operation",
         id=name,
         open=is_open,
     )
+
+
+def _rate(operation: Operation, roofline: Roofline | None) -> list[tuple[str, str]]:
+    """The work of the chosen config per second, and how much that is of what can be had."""
+    figures = rate(operation.work, operation.seconds)
+    share = share_of_peak(roofline, operation.work, operation.seconds)
+    if not figures:
+        return []
+    return [("efficiency", share or "not compared with the peak"), ("rate", figures)]
 
 
 def _plot(operation: Operation, name: str) -> Markup:

@@ -22,12 +22,12 @@ class NotARun(ValueError):
     """A file is not the record of a tuning run, is damaged, or comes from a newer ejkernel."""
 
 
-def as_text(record: Any, schema: int) -> str:
+def as_text(record: Any, schema: int, mark: str = MARK) -> str:
     """A record as JSON text. Numbers that JSON has no word for become null."""
-    return json.dumps({MARK: schema, **plain(record)}, indent=1, allow_nan=False)
+    return json.dumps({mark: schema, **plain(record)}, indent=1, allow_nan=False)
 
 
-def from_text(kind: type[T], text: str | bytes, schema: int, where: str) -> T:
+def from_text(kind: type[T], text: str | bytes, schema: int, where: str, mark: str = MARK) -> T:
     """Rebuild a record from its text, or say in one sentence why that cannot be."""
     try:
         parsed = parse_json(text)
@@ -35,12 +35,12 @@ def from_text(kind: type[T], text: str | bytes, schema: int, where: str) -> T:
         raise NotARun(
             f"{where} is not the record of a tuning run, or was cut off: {error}"
         ) from error
-    if not isinstance(parsed, dict) or MARK not in parsed:
+    if not isinstance(parsed, dict) or mark not in parsed:
         raise NotARun(
-            f"{where} is not the record of a tuning run: it has no {MARK!r}. "
+            f"{where} is not the record of a tuning run: it has no {mark!r}. "
             "`ejkernel.report.Run.save` writes such files"
         )
-    found = parsed[MARK]
+    found = parsed[mark]
     if type(found) is not int or found < 1:
         raise NotARun(f"{where} is damaged: its schema is {shown(found)}")
     if found > schema:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..markup import Markup, joined, tag
 from .axis import Axis
-from .formatting import described, duration, interval, rounded, speedup, times
+from .formatting import described, duration, interval, rate, rounded, speedup, times
 from .record import BeforeAfter, Candidate, Gain, Operation
 from .space import Cell, Map, dimensions
 
@@ -72,7 +72,10 @@ def spread(axis: Axis, samples: Sequence[float], seconds: float | None) -> Marku
         for i, sample in enumerate(samples[:MOST_DOTS]):
             # Up and down by turns, so that equal samples do not hide each other.
             y = middle + (-3.5, 0.0, 3.5)[i % 3]
-            marks.append(tag("circle", class_="dot", cx=percent(axis.at(sample)), cy=y, r=1.8))
+            if axis.shows(sample):
+                marks.append(tag("circle", class_="dot", cx=percent(axis.at(sample)), cy=y, r=1.8))
+        if not axis.shows(max(samples)):
+            marks.append(tag("text", "»", class_="beyond", x="100%", y=middle))
     if seconds is not None:
         at = percent(axis.at(seconds))
         marks.append(tag("circle", class_="mark", cx=at, cy=middle, r=5))
@@ -156,13 +159,14 @@ def _tip(operation: Operation, candidate: Candidate) -> str:
         factor = _speedup(operation, candidate)
         versus = f", {factor} as fast as the heuristic config" if factor else ""
         lines.append(f"{duration(candidate.seconds)} per call{versus}")
+        lines.append(rate(operation.work, candidate.seconds))
     if candidate.samples:
         lines.append(f"{len(candidate.samples)} samples {_range(candidate.samples)}")
     if candidate.config == operation.config:
         lines.append("chosen")
     if candidate.config == operation.heuristic:
         lines.append("the heuristic config")
-    return "\n".join([*lines, *filter(None, [candidate.reason])])
+    return "\n".join(filter(None, [*lines, candidate.reason]))
 
 
 def _range(samples: Sequence[float]) -> str:
@@ -268,15 +272,18 @@ def _cell(operation: Operation, cell: Cell | None) -> Markup:
     tip = _tip(operation, candidate)
     if cell.count > 1:
         tip += f"\nthe best of {cell.count} candidates here"
+    if cell.chosen is not None and cell.chosen is not candidate:
+        tip += f"\nthe chosen one is here too: {duration(cell.chosen.seconds)} per call"
     if candidate.seconds is None:
         verdict = candidate.verdict
         short = verdict if verdict == "not tried" else f"✕ {verdict}"
-        return tag("td", tag("span", short), class_="refused", data_tip=f"{verdict}\n{tip}")
+        kind = "refused" if cell.chosen is None else "refused best"
+        return tag("td", tag("span", short), class_=kind, data_tip=f"{verdict}\n{tip}")
     fastest = operation.seconds or candidate.seconds
     ratio = candidate.seconds / fastest if fastest else 1.0  # both too quick for the clock
     slower = math.log(max(ratio, 1.0)) / math.log(SLOWEST_SHADE)
     heat = round(100 * max(0.0, 1 - slower) ** 2)
-    kinds = {"best": candidate.config == operation.config, "hot": heat > 78}
+    kinds = {"best": cell.chosen is not None, "hot": heat > 78}
     return tag(
         "td",
         tag("span", duration(candidate.seconds)),

@@ -67,6 +67,75 @@ class Gain:
 
 
 @dataclasses.dataclass(frozen=True)
+class CountedWork:
+    """What one call has to do, as its kernel counts it (see `ejkernel.ops.Work`).
+
+    Attributes:
+      flops: floating-point operations.
+      bytes: read from memory and written to it.
+      dtype: that of the numbers.
+    """
+
+    flops: float | None = None
+    bytes: float | None = None
+    dtype: str = ""
+
+    def __post_init__(self) -> None:
+        for value in (self.flops, self.bytes):
+            if value is not None and math.isfinite(value) and not 0 <= value <= 1e30:
+                raise ValueError(f"CountedWork: {value!r} is no count of operations or bytes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """The most that a machine can do, as plain large programs measured it there.
+
+    Attributes:
+      device: the device's fingerprint.
+      flops: operations per second of large matrix products, by dtype.
+      bytes: bytes per second that go from memory and to it.
+      when: the moment it was measured, UTC.
+    """
+
+    device: str
+    flops: dict[str, float]
+    bytes: float
+    when: str = ""
+
+    def __post_init__(self) -> None:
+        for value in (self.bytes, *self.flops.values()):
+            if not 1.0 <= value <= 1e30:
+                raise ValueError(f"Roofline: {value!r} is nothing that a machine does per second")
+
+    def peak(self, dtype: str) -> float | None:
+        """Operations per second with numbers of a dtype.
+
+        Short ones may be computed as float32, where that is faster.
+        """
+        known = [self.flops.get(dtype)]
+        if dtype in ("bfloat16", "float16"):
+            known.append(self.flops.get("float32"))
+        return max((value for value in known if value is not None), default=None)
+
+    def least_seconds(self, work: CountedWork) -> tuple[float, str] | None:
+        """The least time that work can take here, and what limits it: `compute` or `memory`.
+
+        >>> machine = Roofline("cpu", {"float32": 1e11}, 1e10)
+        >>> machine.least_seconds(CountedWork(flops=2e9, bytes=1e6, dtype="float32"))
+        (0.02, 'compute')
+        """
+        limits = []
+        peak = self.peak(work.dtype)
+        if work.flops is not None and peak is not None:
+            limits.append((work.flops / peak, "compute"))
+        if work.bytes is not None:
+            limits.append((work.bytes / self.bytes, "memory"))
+        if work.flops is not None and peak is None:
+            return None  # memory alone says too little about what computes
+        return max(limits, default=None)
+
+
+@dataclasses.dataclass(frozen=True)
 class Candidate(_Timed):
     """One config that was considered.
 
@@ -76,6 +145,7 @@ class Candidate(_Timed):
       seconds: its time per call.
       samples: the samples behind that, in the order in which they were taken.
       reason: why it has no time, or a remark.
+      order: its place among those that were tried; None if it was not, or nobody knows.
     """
 
     config: Any
@@ -83,6 +153,7 @@ class Candidate(_Timed):
     seconds: float | None = None
     samples: tuple[float, ...] = ()
     reason: str = ""
+    order: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +183,7 @@ class Operation(_Timed):
       candidates: everything that was considered.
       calls: how often one run of the whole function calls it; None if that is not known.
       share: its part of the whole function's time: the winner's time × calls / the time of a run.
+      work: what one call has to do, if its kernel counts it.
     """
 
     op_id: str
@@ -144,6 +216,8 @@ class Operation(_Timed):
         None if its share is not known, or is everything.
         """
         return None if self.share is None or self.share >= 1 else 1 / (1 - self.share)
+
+    work: CountedWork | None = None
 
     @property
     def name(self) -> str:
@@ -226,6 +300,7 @@ class Run(_Timed):
       step_seconds: the time of one run of the whole function with the tuned configs.
       rejected: the whole function was slower with the tuned configs: they were not put in force,
         and the store was left as it was.
+      roofline: the most that the device can do, if any operation counts its work.
     """
 
     title: str
@@ -242,6 +317,7 @@ class Run(_Timed):
     plain: BeforeAfter | None = None
     step_seconds: float | None = None
     rejected: bool = False
+    roofline: Roofline | None = None
 
     @classmethod
     def of(

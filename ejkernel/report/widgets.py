@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..markup import Markup, tag
-from .formatting import Finding, times
+from .formatting import Finding, Headline, times
 from .record import Gain
 
 
@@ -19,6 +19,21 @@ def chip(finding: Finding) -> Markup:
     """How sure something is, as a small label."""
     kind = {"sure": "good", "likely": "calm", "open": "warm", "unknown": "plain"}[finding.level]
     return tag("span", finding.word, class_=f"chip {kind}")
+
+
+def hero(top: Headline) -> Markup:
+    """The one thing to know, large."""
+    return tag(
+        "div",
+        tag("p", top.figure, class_=f"figure {top.finding.level}", aria_hidden="true"),
+        tag(
+            "div",
+            tag("h2", top.title),
+            tag("p", top.sentence),
+            tag("p", chip(top.finding), " ", top.finding.sentence, class_="soft"),
+        ),
+        class_="hero",
+    )
 
 
 def factor(gain: Gain | None) -> Markup:

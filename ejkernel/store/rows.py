@@ -36,7 +36,7 @@ _COLUMNS: dict[str, type] = {
 
 _KINDS: dict[str, type] = {
     **_COLUMNS,
-    **{"clock": str, "target": str, "took": float, "tried": int},
+    **{"clock": str, "target": str, "took": float, "tried": int, "work": dict},
     **dict.fromkeys(("trials", "ranked", "refused", "notes"), list),
 }
 

@@ -238,6 +238,12 @@ def test_records_that_are_none(ej, tmp_path):
     assert "cannot be read" in refused(ej("report", tmp_path / "none.json"), 3)
     (tmp_path / "x.json").write_text("{}")
     assert "is not the record of a tuning run" in refused(ej("report", tmp_path / "x.json"), 3)
+    two = (tmp_path / "x.json", tmp_path / "none.json")
+    assert "is not the record of a tuning run" in refused(ej("report", "--diff", *two), 3)
+    assert "cannot be read" in refused(ej("report", "--diff", *two[::-1]), 3)
+    assert "requires 2 arguments" in refused(ej("report", "--diff", "only-one.json"), 2)
+    assert "no other RECORD" in refused(ej("report", "x.json", "--diff", *two), 2)
+    assert "no store" in refused(ej("report", "--from-store", "--diff", *two), 2)
 
 
 def test_a_bug_of_ours_is_said_to_be_one(ej, monkeypatch, capsys):

@@ -64,6 +64,20 @@ def test_report_of_the_newest_run_and_of_the_store(ej, tuned, tmp_path, monkeypa
     assert ej("report", listed["record"], "--format", "json").code == 0
 
 
+def test_report_compares_two_runs(ej, tuned, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (listed,) = ej("report", "--list", "--json").data
+    both = (listed["record"], listed["record"])
+    done = ej("report", "--diff", *both)
+    assert "ejkernel-diff.html" in done.out
+    assert "as fast in B as in A" in done.out
+    assert "<html" in (tmp_path / "ejkernel-diff.html").read_text().lower()
+    assert ej("report", "--diff", *both, "--format", "md").out.startswith("# Two runs compared")
+    assert len(ej("report", "--diff", *both, "--json").data["pairs"]) == 1
+    assert ej("report", "--diff", *both, "-o", tmp_path / "x.md").code == 0
+    assert "## Machines, versions and commits" in (tmp_path / "x.md").read_text()
+
+
 def test_tune_writes_a_report_at_once_and_a_record_where_told(ej, tuned, tmp_path):
     page, record = tmp_path / "r.html", tmp_path / "record.json"
     done = ej("tune", "small_model:tuned", "--report", page, "--record", record, "--no-bench")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import os
 import pathlib
 import tempfile
@@ -49,7 +50,7 @@ from ejkernel.ops.core.specification import (
     read_specification,
 )
 from ejkernel.ops.utils.meta import find_stamps_in_text, parse_label
-from ejkernel.report import NotARun, Run, render
+from ejkernel.report import Diff, NotARun, Run, render
 from ejkernel.store import Bundle
 from ejkernel.store.bundle import BundleError
 
@@ -140,8 +141,20 @@ OPERATION = {
     "candidates": [
         {"config": {"rows": 8}, "verdict": "measured", "seconds": 1e-3, "samples": [1e-3, 2e-3]},
         {"config": {"rows": 4}, "verdict": "measured", "seconds": 2e-3, "samples": [2e-3]},
-        {"config": {"rows": 2}, "verdict": "failed", "reason": "too large"},
+        {"config": {"rows": 2}, "verdict": "failed", "reason": "too large", "order": 1},
+        *(
+            {
+                "config": {"rows": rows, "part": part},
+                "verdict": "measured",
+                "seconds": 1e-3 * rows,
+                "samples": [1e-3 * rows] * 3,
+                "order": 2 + rows + 10 * part,
+            }
+            for rows in (1, 2, 3, 4)
+            for part in (1, 2)
+        ),
     ],
+    "work": {"flops": 1e9, "bytes": 1e6, "dtype": "float32"},
     "notes": ["a note"],
     "versions": {"jax": "0.10.2"},
 }
@@ -161,8 +174,10 @@ RECORD = {
         "difference": 1e-7,
     },
     "environment": {"jax": "0.10.2"},
+    "roofline": {"device": "cpu|x", "flops": {"float32": 1e11}, "bytes": 1e10, "when": "2026"},
 }
 RECORDS = documents(RECORD)
+GOOD = Run.loads(as_text(RECORD))
 
 
 def records(text):
@@ -172,8 +187,8 @@ def records(text):
         check_refusal(error)
         return
     assert Run.loads(run.dumps()) == run
-    for form in ("html", "md", "json"):
-        page = render(run, form)
+    for form, shown in itertools.product(("html", "md", "json"), (run, Diff.of(run, GOOD))):
+        page = render(shown, form)
         assert not [c for c in page if not c.isprintable() and c not in "\n\t"]
 
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from ejkernel.report import BeforeAfter, Candidate, Gain, NotTuned, Operation, Run
+from ejkernel.report import (
+    BeforeAfter,
+    Candidate,
+    CountedWork,
+    Gain,
+    NotTuned,
+    Operation,
+    Roofline,
+    Run,
+)
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -41,7 +50,10 @@ def attention() -> Operation:
                 candidates.append(Candidate(blocks(q, kv), "wrong", reason="3 of 64 differ"))
             else:
                 taken = samples(seconds, 12, 10 * i + j)
+                if (q, kv) == (128, 128):  # a moment in which the machine did something else
+                    taken = (*taken[:7], 0.09, *taken[8:])
                 candidates.append(Candidate(blocks(q, kv), "measured", seconds * 1.03, taken))
+    candidates = [dataclasses.replace(c, order=n) for n, c in enumerate(candidates, 1)]
     candidates.append(Candidate(blocks(64, 64, 512), "duplicate", 0.0064, reason="as fwd(64, 64)"))
     candidates.append(Candidate(blocks(128, 64, 512), "not tried", reason="not proposed"))
     return Operation(
@@ -61,6 +73,7 @@ def attention() -> Operation:
         origin="measured 14 of 18 candidates",
         versions={"jax": "0.10.2"},
         candidates=tuple(candidates),
+        work=CountedWork(flops=8.6e8, bytes=8.4e6, dtype="float32"),
     )
 
 
@@ -95,7 +108,32 @@ def plain_run() -> Run:
         model=model(),
         store="~/.cache/ejkernel/configs",
         command="python examples/tune_transformer.py",
-        environment={"device": "cpu|amd-epyc|2-threads", "jax": "0.10.2", "host": "laptop"},
+        environment={
+            "device": "cpu|amd-epyc|2-threads", "jax": "0.10.2", "host": "laptop",
+            "commit": "0123456789abcdef0123456789abcdef01234567",
+        },
+        roofline=Roofline("cpu|amd-epyc|2-threads", {"float32": 2.6e11}, 3.4e10),
+    )  # fmt: skip
+
+
+def changed_run() -> Run:
+    """The plain run some days later: one operation faster, one as before, one new, one gone."""
+    was = plain_run()
+    faster = dataclasses.replace(
+        attention(), config=blocks(256, 64), seconds=0.0035,
+        candidates=tuple(
+            dataclasses.replace(c, samples=tuple(0.7 * sample for sample in c.samples))
+            for c in attention().candidates
+        ),
+    )  # fmt: skip
+    new = dataclasses.replace(loss(), op_id="rms_norm@v1", call_key="9" * 16, signature="f32[8]")
+    other = dataclasses.replace(loss(), op_id="layer_norm@v1", call_key="8" * 16)
+    return dataclasses.replace(
+        was,
+        created="2026-11-18T09:00:00+00:00",
+        operations=(faster, loss(), new, other),
+        model=dataclasses.replace(model(), after=tuple(0.9 * s for s in model().after)),
+        environment={**was.environment, "jax": "0.10.3", "commit": "f" * 40},
     )
 
 
@@ -106,7 +144,9 @@ def hostile_run() -> Run:
         return HOSTILE[i % len(HOSTILE)]
 
     candidates = tuple(
-        Candidate({bad(i): bad(i + 1), "size": i, "n": 3 * i % 4}, verdict, seconds, taken, bad(i))
+        Candidate(
+            {bad(i): bad(i + 1), "size": i, "n": 3 * i % 4}, verdict, seconds, taken, bad(i), i
+        )
         for i, (verdict, seconds, taken) in enumerate(
             [("measured", 1e-3 * (1 + i), samples(1e-3 * (1 + i), 5, i)) for i in range(9)]
             + [("wrong", None, ())] * 9
@@ -120,7 +160,7 @@ def hostile_run() -> Run:
             config={text: text}, heuristic={"a": text}, measured=text, clock=text, origin=text,
             when=text, where=text,
             versions={"jax": text, text: text}, notes=(text,), incomplete=text if i % 2 else "",
-            sure=False, candidates=candidates,
+            sure=False, candidates=candidates, work=CountedWork(1e9, 1e6, text),
         )
         for i, text in enumerate(HOSTILE)
     )  # fmt: skip
@@ -130,6 +170,7 @@ def hostile_run() -> Run:
         tuple(NotTuned(text, text) for text in HOSTILE),
         dataclasses.replace(model(), what=everything, notes=HOSTILE),
         everything, everything, {text: text for text in HOSTILE}, HOSTILE,
+        Roofline(everything, dict.fromkeys(HOSTILE, 1e11), 1e10, everything),
     )  # fmt: skip
 
 
@@ -146,7 +187,8 @@ def large_run() -> Run:
         }
         if i % 7 == 0:
             seconds = 0.001 * (1 + draw.random() * 20)
-            candidates.append(Candidate(config, "measured", seconds, samples(seconds, 3, i)))
+            taken = samples(seconds, 3, i)
+            candidates.append(Candidate(config, "measured", seconds, taken, order=i + 1))
         elif i % 11 == 0:
             candidates.append(Candidate(config, "failed", reason="out of memory"))
         else:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import pytest
-from sample_runs import empty_run, hostile_run, large_run, plain_run
+from sample_runs import changed_run, empty_run, hostile_run, large_run, plain_run
 
-from ejkernel.report import write
+from ejkernel.report import Diff, write
+
+TABS = ("summary", "operations", "sure", "environment")
 
 
 @pytest.fixture(scope="module")
 def pages(browser, tmp_path_factory):
     folder = tmp_path_factory.mktemp("reports")
-    made = {"plain": plain_run, "hostile": hostile_run, "large": large_run, "empty": empty_run}
+    made = {
+        "plain": plain_run,
+        "hostile": hostile_run,
+        "large": large_run,
+        "empty": empty_run,
+        "diff": lambda: Diff.of(plain_run(), changed_run()),
+        "hostile-diff": lambda: Diff.of(hostile_run(), hostile_run()),
+    }
     files = {name: write(make(), folder / f"{name}.html") for name, make in made.items()}
 
     def opened(name, **options):
@@ -20,7 +29,7 @@ def pages(browser, tmp_path_factory):
     return opened
 
 
-@pytest.mark.parametrize("name", ["plain", "hostile", "large", "empty"])
+@pytest.mark.parametrize("name", ["plain", "hostile", "large", "empty", "diff", "hostile-diff"])
 def test_it_opens_quietly_and_alone(pages, name):
     page = pages(name)
     assert page.complaints() == []
@@ -147,14 +156,30 @@ def test_light_and_dark(pages):
     assert dark.ask(colour) == was
 
 
-@pytest.mark.parametrize("name", ["plain", "hostile", "large"])
+@pytest.mark.parametrize("name", ["plain", "hostile", "large", "diff", "hostile-diff"])
 @pytest.mark.parametrize("width", [320, 390])
 def test_a_phone_needs_no_scrolling_sideways(pages, name, width):
     page = pages(name, width=width, height=700)
-    for tab in ("summary", "operations", "sure", "environment"):
+    for tab in TABS if "diff" not in name else ("summary", "operations", "environment"):
         page.ask(f"document.querySelector('#tab-{tab}').click()")
         page.ask("document.querySelectorAll('details').forEach(d => { d.open = true; })")
         assert page.ask("document.documentElement.scrollWidth") <= width, tab
+
+
+@pytest.mark.parametrize("name", ["plain", "large", "diff"])
+def test_values_of_an_axis_do_not_lie_on_each_other(pages, name):
+    for width in (320, 390, 1100):
+        page = pages(name, width=width)
+        page.ask("document.querySelectorAll('section').forEach(s => { s.hidden = false; })")
+        page.ask("document.querySelectorAll('details').forEach(d => { d.open = true; })")
+        overlaps = page.ask(
+            "[...document.querySelectorAll('.axis-marks')].map(marks => [...marks.children]"
+            ".map(mark => mark.getBoundingClientRect()).filter(box => box.width)"
+            ".sort((a, b) => a.left - b.left)"
+            ".some((box, i, all) => i && box.left < all[i - 1].right))"
+        )
+        assert True not in overlaps, width
+        assert len(overlaps) >= 1
 
 
 def test_everything_can_be_reached_and_has_a_name(pages):
@@ -194,10 +219,11 @@ def test_the_colours_of_text_can_be_told_from_what_is_behind(pages):
     })()
     """
     for dark in (False, True):
-        page = pages("plain", dark=dark)
-        for tab in ("summary", "operations", "sure", "environment"):
-            page.click(f"#tab-{tab}")
-            assert page.ask(script) == [], (dark, tab)
+        for name in ("plain", "diff"):
+            page = pages(name, dark=dark)
+            for tab in TABS if name == "plain" else ("summary", "operations", "environment"):
+                page.click(f"#tab-{tab}")
+                assert page.ask(script) == [], (name, dark, tab)
 
 
 def test_the_whole_report_in_a_cell_of_a_notebook(browser, tmp_path):
@@ -221,5 +247,70 @@ def test_it_can_be_read_without_scripts(pages):
     page.call("Page.reload")
     page.wait("document.readyState === 'complete'")
     page.call("Emulation.setScriptExecutionDisabled", value=False)
-    for panel in ("summary", "operations", "sure", "environment"):
+    for panel in TABS:
         assert page.shows(f"#{panel}")
+    assert page.shows("#operation-1 .history svg")
+    assert page.shows("#operation-1 .shares")
+
+
+def test_the_search_is_drawn_within_its_plot(pages):
+    for options in ({}, {"width": 390, "height": 800}):
+        page = pages("plain", **options)
+        page.click("#tab-operations")
+        inside = page.ask(
+            "(() => { const box = document.querySelector('#operation-1 .history svg')"
+            ".getBoundingClientRect();"
+            "return [...document.querySelectorAll('#operation-1 .history svg *')]"
+            ".map(mark => mark.getBoundingClientRect())"
+            ".every(b => b.left > box.left - 7 && b.right < box.right + 7"
+            " && b.top > box.top - 7 && b.bottom < box.bottom + 7); })()"
+        )
+        assert inside
+        assert page.count("#operation-1 .history .tried") == 13
+        assert page.count("#operation-1 .history .mark") == 1
+        assert page.count("#operation-1 .history .untimed") == 2
+    page.hover("#operation-1 .history .mark")
+    assert "trial 10: fwd(q=256 kv=128)" in page.ask("document.querySelector('#tip').textContent")
+
+
+def test_names_of_parameters_are_not_broken_up(pages):
+    for width in (390, 1100):
+        page = pages("plain", width=width)
+        page.click("#tab-operations")
+        heights = page.ask(
+            "[...document.querySelectorAll('#operation-1 .shares tr')]"
+            ".map(row => row.getBoundingClientRect().height)"
+        )
+        assert max(heights) < 40
+
+
+def test_a_sample_beyond_the_plot_has_its_mark_at_the_edge(pages):
+    page = pages("plain")
+    page.click("#tab-operations")
+    assert page.count("#operation-1 .beyond") >= 1
+    distance = page.ask(
+        "(() => { const mark = document.querySelector('#operation-1 .beyond');"
+        "return Math.abs(mark.getBoundingClientRect().right"
+        " - mark.closest('svg').getBoundingClientRect().right); })()"
+    )
+    assert distance < 3
+
+
+def test_the_chosen_cell_is_framed(pages):
+    page = pages("plain")
+    page.click("#tab-operations")
+    framed = "#operation-1 [data-map='0'] td.best"
+    assert page.count(framed) == 1
+    assert page.ask(f'getComputedStyle(document.querySelector("{framed}")).outlineStyle') == "solid"
+
+
+def test_a_comparison_has_its_tabs_plots_and_tips(pages):
+    page = pages("diff")
+    assert page.shows("#summary")
+    page.hover("#summary .row.gain")
+    assert "speedup lies between" in page.ask("document.querySelector('#tip').textContent")
+    page.click("#tab-operations")
+    assert page.count("#operations .overview tbody tr:not(.below)") == 4
+    page.click("#tab-environment")
+    assert page.count("#environment .differs") == 2
+    assert page.complaints() == []

@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops import Dimension, Invocation, Kernel, NearShapes, Partitioning, Shards
+from ejkernel.ops.core.work import Work, traffic
 
 from .native import CPP
 from .pallas_gpu import PALLAS_GPU
 from .pallas_tpu import PALLAS_TPU
 from .reference import attention_reference_by_rows
+from .work import SEGMENTS, visible_pairs
 from .xla import XLA
 
 Out = jax.Array | tuple[jax.Array, jax.Array]
-
-_SEGMENTS = 4
 
 
 class FlashAttention(Kernel[Any, Out]):
@@ -82,11 +82,22 @@ class FlashAttention(Kernel[Any, Out]):
         for name in ("segment_ids", "kv_segment_ids"):
             if name in kwargs:
                 ids = kwargs[name]
-                in_order = jnp.arange(ids.shape[-1]) * _SEGMENTS // ids.shape[-1]
+                in_order = jnp.arange(ids.shape[-1]) * SEGMENTS // ids.shape[-1]
                 kwargs[name] = jnp.broadcast_to(in_order, ids.shape).astype(ids.dtype)
         if "mask" in kwargs:
             kwargs["mask"] = jnp.ones_like(kwargs["mask"])
         return tuple(args), kwargs
+
+    def work(self, inv: Invocation[Any, Any]) -> Work:
+        """Two products of what queries see, and four more for all gradients."""
+        q, _, v = inv.args
+        heads, head_dim, value_dim = q.shape[2], q.shape[3], v.shape[3]
+        features = head_dim + value_dim
+        if wanted := set(inv.differentiated):
+            features += value_dim if wanted - {"2"} else 0  # the gradient of the weights
+            features += head_dim * len(wanted & {"0", "1"}) + value_dim * len(wanted & {"2"})
+        out = jax.ShapeDtypeStruct((*q.shape[:3], value_dim), q.dtype)
+        return Work(2.0 * heads * visible_pairs(inv) * features, traffic(inv, out))
 
 
 def _with_own_dropout(

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from ejkernel.ops import Dimension, Invocation, Kernel, NearShapes, Partitioning
+from ejkernel.ops.core.work import Work, traffic
 
 from .pallas_gpu import PALLAS_GPU
 from .pallas_tpu import PALLAS_TPU
@@ -39,6 +40,19 @@ class GatedLinearAttention(Kernel[Any, Any]):
             keywords={"initial_state": "b h d e"},
             independent="b h",
         )
+
+    def work(self, inv: Invocation[Any, Any]) -> Work:
+        """Two multiply-adds per token and element of the state, and the decay, if there is one.
+
+        As much again for each side of these products in the backward pass. Implementations that
+        work off whole chunks do more than that, to do it faster.
+        """
+        q, _, v = inv.args[:3]
+        elements = q.size * v.shape[3]
+        passes = 3 if inv.differentiated else 1
+        flops = passes * elements * (5 if len(inv.args) == 4 else 4)
+        out = jax.ShapeDtypeStruct(v.shape, q.dtype)
+        return Work(float(flops), traffic(inv, out))
 
     def make_inputs(self, inv: Invocation[Any, Any], key: jax.Array) -> tuple[Any, Any]:
         """Random numbers, but decays that decay: with growth nothing would stay finite."""

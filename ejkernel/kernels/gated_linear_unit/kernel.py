@@ -7,7 +7,9 @@ from typing import Any
 import jax
 
 from ejkernel.ops import Dimension, Invocation, Kernel, NearShapes, Partitioning
+from ejkernel.ops.core.work import Work, traffic
 
+from .arguments import sizes
 from .pallas_gpu import PALLAS_GPU
 from .pallas_tpu import PALLAS_TPU
 from .reference import gated_linear_unit_reference
@@ -37,3 +39,12 @@ class GatedLinearUnit(Kernel[Any, jax.Array]):
 
     def entries_are_independent(self, *args: Any, **options: Any) -> bool:
         return True
+
+    def work(self, inv: Invocation[Any, Any]) -> Work:
+        """Two products with the weights, and as much for the gradients of both sides."""
+        x, *weights = inv.args
+        columns = sizes(x, *weights)[1]
+        products = 2.0 + 2.0 * ("0" in inv.differentiated)
+        products += sum(2 / len(weights) for i in ("1", "2") if i in inv.differentiated)
+        out = jax.ShapeDtypeStruct((*x.shape[:-1], columns), x.dtype)
+        return Work(2.0 * products * x.size * columns, traffic(inv, out))

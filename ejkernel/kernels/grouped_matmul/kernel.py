@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ejkernel.ops import Dimension, Invocation, Kernel, NearShapes, Partitioning, Shards
+from ejkernel.ops.core.work import Work, traffic
 from ejkernel.ops.tuner.inputs import batched_shapes, random_like
 
 from .groups import row_spans
@@ -52,6 +53,17 @@ class GroupedMatmul(Kernel[Any, jax.Array]):
         if "group_offset" in kwargs:
             kwargs["group_offset"] = jnp.zeros((), np.int32)
         return (lhs, rhs, jnp.asarray(sizes, inv.args[2].dtype)), kwargs
+
+    def work(self, inv: Invocation[Any, Any]) -> Work | None:
+        """A product of every row with one matrix, and as much for each of the gradients."""
+        if "group_offset" in inv.kwargs:
+            return None  # how many rows belong to the matrices that are here depends on the sizes
+        lhs, rhs, _ = inv.args
+        columns = rhs.shape[1 if inv.kwargs.get("transpose_rhs") else 2]
+        products = 1 + len({"0", "1"}.intersection(inv.differentiated))
+        dtype = inv.kwargs.get("preferred_element_type", lhs.dtype)
+        out = jax.ShapeDtypeStruct((lhs.shape[0], columns), dtype)
+        return Work(2.0 * products * lhs.size * columns, traffic(inv, out))
 
 
 def _with_local_groups(

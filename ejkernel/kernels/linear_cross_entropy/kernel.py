@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from ejkernel.ops import Dimension, Invocation, Kernel, NearShapes, Partitioning
+from ejkernel.ops.core.work import Work, traffic
 
 from .arguments import Sizes
 from .pallas_gpu import PALLAS_GPU
@@ -57,3 +58,11 @@ class LinearCrossEntropy(Kernel[Any, jax.Array]):
         if (bias := options.get("bias")) is not None:
             options["bias"] = jax.random.normal(keys[3], bias.shape, bias.dtype)
         return made, options
+
+    def work(self, inv: Invocation[Any, Any]) -> Work:
+        """The logits once, and a product of the same size for each of the two gradients."""
+        sizes = Sizes.of(inv)
+        products = 1 + len({"0", "1"}.intersection(inv.differentiated))
+        each = inv.kwargs.get("reduction", "mean") == "none"
+        out = jax.ShapeDtypeStruct((sizes.rows if each else 1,), inv.args[0].dtype)
+        return Work(2.0 * products * sizes.rows * sizes.features * sizes.vocab, traffic(inv, out))

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from ejkernel.ops import Dimension, Implementation, Invocation, Kernel, NearShapes, Partitioning
+from ejkernel.ops.core.work import Work, traffic
 
 from . import pallas_gpu, pallas_tpu, xla
 from .arguments import Arguments, Output
@@ -87,6 +88,12 @@ class _Norm(Kernel[Any, Output]):
 
     def entries_are_independent(self, *args: Any, **options: Any) -> bool:
         return True
+
+    def work(self, inv: Invocation[Any, Any]) -> Work:
+        """Bytes alone: a norm waits for memory, not for its few operations per element."""
+        x = inv.args[0]
+        outputs = (x,) if inv.kwargs.get("residual") is None else (x, x)
+        return Work(bytes=traffic(inv, *outputs))
 
 
 class RmsNorm(_Norm):

@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.ops import Dimension, Invocation, Kernel, NearShapes, Partitioning
+from ejkernel.ops.core.work import Work
 
 from .pallas_gpu import PALLAS_GPU
 from .pallas_tpu import PALLAS_TPU
@@ -54,9 +56,29 @@ class PagedAttention(Kernel[Any, jax.Array]):
         pages, page_size = k_pages.shape[:2]
         order = jax.random.permutation(next(keys), max(pages, batch * per_sequence)) % pages
         order = order[: batch * per_sequence].reshape(table.shape).astype(table.dtype)
-        # Half to whole, and one whole: an average that does not depend on the draw.
-        used = (1.0 - 0.5 * jnp.arange(batch) / batch) * (per_sequence * page_size)
-        used = jnp.maximum(used, 1).astype(lengths.dtype)
+        used = jnp.asarray(_lengths(batch, per_sequence * page_size), lengths.dtype)
         args = (*map(normal, (q, k_pages, v_pages)), order, used)
         sinks = {n: normal(x) for n, x in inv.kwargs.items() if n == "sinks" and x is not None}
         return args, {**inv.kwargs, **sinks}
+
+    def work(self, inv: Invocation[Any, Any]) -> Work | None:
+        """Both products with the keys and values of the pages in use, each of them read once."""
+        if inv.differentiated:
+            return None  # of sequences in a cache there is no gradient to speak of
+        q, k_pages, v_pages, table, _ = inv.args
+        (batch, per_sequence), (_, page_size, kv_heads, head_dim) = table.shape, k_pages.shape
+        tokens, features = q.shape[1], head_dim + v_pages.shape[3]
+        used = _lengths(batch, per_sequence * page_size)
+        seen = np.maximum(used[:, None] - np.arange(tokens), 0)  # by each of the last tokens
+        if (window := inv.kwargs.get("window")) is not None:
+            used, seen = np.minimum(used, window + tokens), np.minimum(seen, window + 1)
+        flops = 2.0 * q.shape[2] * features * seen.sum()
+        read = k_pages.dtype.itemsize * kv_heads * features * used.sum()
+        around = q.dtype.itemsize * q.size * (1 + v_pages.shape[3] / head_dim)
+        return Work(flops, float(read + around))
+
+
+def _lengths(batch: int, longest: int) -> Any:
+    """From half to whole, and one whole: an average that does not depend on the draw."""
+    share = 1.0 - 0.5 * np.arange(batch) / batch
+    return np.maximum(share * longest, 1).astype(np.int64)

@@ -40,13 +40,17 @@ class Verdict(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Trial(Generic[Cfg]):
-    """One candidate: its verdict, its time per call and the samples behind it, or the reason."""
+    """One candidate: its verdict, its time per call and the samples behind it, or the reason.
+
+    `order` is its place among those that were tried, earlier runs included; None if it was not.
+    """
 
     cfg: Cfg
     verdict: Verdict
     seconds: float | None = None
     samples: tuple[float, ...] = ()
     reason: str = ""
+    order: int | None = None
 
     def to_plain(self) -> dict[str, Any]:
         """The trial as a store has it; samples in whole nanoseconds, which are short."""
@@ -56,6 +60,7 @@ class Trial(Generic[Cfg]):
             "seconds": self.seconds,
             "samples_ns": [round(sample * 1e9) for sample in self.samples],
             "reason": self.reason,
+            **({} if self.order is None else {"order": self.order}),
         }
 
 
@@ -73,6 +78,7 @@ class Outcome(Displayed, Generic[Cfg]):
       sure: the race ended because the winner was sure, not because rounds ran out.
       incomplete: why the run was interrupted, or an empty string.
       took: seconds that the run took, compiling included.
+      work: what a call has to do: its `flops`, its `bytes` and the `dtype` of both, if known.
     """
 
     best: Cfg
@@ -84,6 +90,7 @@ class Outcome(Displayed, Generic[Cfg]):
     sure: bool = False
     incomplete: str = ""
     took: float | None = None
+    work: Mapping[str, Any] | None = None
 
     def seconds(self, cfg: Any) -> float | None:
         """The measured time per call of a config."""
@@ -124,6 +131,7 @@ class Outcome(Displayed, Generic[Cfg]):
             "sure": self.sure,
             "incomplete": self.incomplete,
             "took": self.took,
+            "work": None if self.work is None else dict(self.work),
             "heuristic": None if self.heuristic is None else to_plain(self.heuristic),
             "trials": [trial.to_plain() for trial in self.trials],
         }
@@ -187,7 +195,10 @@ def known_trials(
                 continue
             samples = tuple(int(ns) * 1e-9 for ns in samples_ns)
             reason = printable(str(record.get("reason", "")), keep="\n")
-            trial = Trial(cfg, verdict, seconds, samples, reason)
+            order = record.get("order")
+            trial = Trial(
+                cfg, verdict, seconds, samples, reason, order if type(order) is int else None
+            )
         except (KeyError, ValueError, TypeError, OverflowError):
             continue  # measured again instead
         if verdict is Verdict.NOT_TRIED or (verdict is Verdict.MEASURED and not seconds):

@@ -7,6 +7,7 @@ from .near import Dimension, NearShapes
 from .partitioning import Partitioning, Shards
 from .requirements import Limit, Limits, NotSupported, Supports
 from .types import Cfg, ConfigKey, Out
+from .work import Work
 
 __all__ = [
     "BatchAxes",
@@ -24,4 +25,5 @@ __all__ = [
     "Partitioning",
     "Shards",
     "Supports",
+    "Work",
 ]

@@ -54,6 +54,7 @@ from .types import Cfg, Out
 
 if TYPE_CHECKING:
     from ..execution.jitted import JittedCalls
+    from .work import Work
 
 _make_entries: Callable[[Kernel[Any, Any]], JittedCalls]
 
@@ -95,7 +96,8 @@ class Kernel(Generic[Cfg, Out]):
     Optional: `reference(*args, **kwargs)`, the definition in plain JAX. The tuner compares
     candidates with it, and `implementation="reference"` calls it, for instance to differentiate
     more often than a rule of the kernel's own allows. For the tuner alone:
-    `make_inputs(inv, key) -> (args, kwargs)`, realistic inputs to measure with.
+    `make_inputs(inv, key) -> (args, kwargs)`, realistic inputs to measure with. For the report:
+    `work(inv) -> Work`, the operations and bytes of a call.
 
     >>> import dataclasses, jax, jax.numpy as jnp
     >>> @dataclasses.dataclass(frozen=True)
@@ -228,6 +230,13 @@ class Kernel(Generic[Cfg, Out]):
     def config_space(self, inv: Invocation[Cfg, Out]) -> Iterable[Cfg]:
         """Configs worth trying. Another name for `candidate_cfgs`; write either."""
         return [self.heuristic_cfg(inv)]
+
+    def work(self, inv: Invocation[Cfg, Out]) -> Work | None:
+        """What a call has to do, so that reports show GFLOP/s and GB/s; None if nobody counts it.
+
+        Forward, and forward and backward if `inv.differentiated` says that the call is.
+        """
+        return None
 
     # --- what callers use ------------------------------------------------------------------------
 

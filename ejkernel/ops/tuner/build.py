@@ -41,6 +41,7 @@ class TuningTask:
       guard: a context manager made for each candidate, entered around its first run.
       measured: what the functions compute, for the report.
       notes: remarks that go with the outcome.
+      work: what a call has to do, which goes with the outcome too.
     """
 
     name: str
@@ -55,6 +56,7 @@ class TuningTask:
     guard: Callable[[Any], Any] = contextlib.nullcontext
     measured: str = "forward"
     notes: tuple[str, ...] = ()
+    work: Mapping[str, Any] | None = None
 
 
 class Builder:

@@ -43,6 +43,8 @@ class TuningRun:
         self.remarks: dict[str, str] = {}  # about candidates that were measured all the same
         self.sure = False
         self._configs: dict[str, Any] = {}  # by the names that handles and samples have
+        self._order: dict[str, int] = {}  # of those that were to be built
+        self._tried_before = max((trial.order or 0 for trial in task.known.values()), default=0)
         self._unrepeated: set[str] = set()  # ran once; a second run may give another output
         self._winner: str | None = None
 
@@ -91,6 +93,8 @@ class TuningRun:
         """Have handles of the usable ones; how many seconds that took."""
         start = time.monotonic()
         self.progress.building(len(configs))
+        for cfg in configs:
+            self._order.setdefault(stable_json(cfg), self._tried_before + len(self._order) + 1)
         for cfg, handle in self.builder.build(configs):
             key = stable_json(cfg)
             self._configs[key] = cfg
@@ -239,7 +243,7 @@ class TuningRun:
 
     def _outcome(self, incomplete: str, *, strict: bool = True) -> Outcome[Any] | None:
         task = self.task
-        trials = [self._trial(cfg) for cfg in task.candidates]
+        trials = [self._in_order(self._trial(cfg)) for cfg in task.candidates]
         measured = {
             stable_json(trial.cfg): trial for trial in trials if trial.verdict is Verdict.MEASURED
         }
@@ -262,6 +266,7 @@ class TuningRun:
             sure=self.sure,
             incomplete=incomplete if self._unfinished(trials) or not strict else "",
             took=time.monotonic() - self._start,
+            work=task.work,
         )
 
     def _unfinished(self, trials: list[Trial[Any]]) -> bool:
@@ -279,6 +284,12 @@ class TuningRun:
         earlier = [trial for key, trial in measured.items() if not self.samples.get(key)]
         fastest = min(earlier, key=lambda trial: trial.seconds or 0.0, default=winner)
         return _faster(winner, fastest)
+
+    def _in_order(self, trial: Trial[Any]) -> Trial[Any]:
+        place = self._order.get(stable_json(trial.cfg))
+        if place is None or trial.verdict is Verdict.NOT_TRIED:
+            return trial
+        return dataclasses.replace(trial, order=place)
 
     def _trial(self, cfg: Any) -> Trial[Any]:
         key = stable_json(cfg)

@@ -18,6 +18,7 @@ from ..config.outcome import Outcome, TuningFailed, known_trials
 from ..core.invocation import Invocation, array_owners, is_inexact, split
 from ..core.kernel import Kernel
 from ..core.requirements import reasons_against_config, without_implementation
+from ..core.work import counted_work
 from ..utils.fingerprint import stable_json
 from .bench import CandidateError
 from .build import TuningTask
@@ -95,6 +96,8 @@ def tune_invocation(
                 raise TuningFailed(f"{name}: {error}") from error
             return Outcome(best, heuristic=baseline)
         known = {**pruned.trials, **known_trials(configs, stored)}
+        timed = inv if measured == "forward and backward" else inv.forward()
+        work, trouble = _work(kernel, timed)
         return tuner.tune(
             TuningTask(
                 name,
@@ -108,9 +111,20 @@ def tune_invocation(
                 known={key: trial for key, trial in known.items() if key not in refused},
                 guard=_crash_guard(tuner, inv),
                 measured=measured,
-                notes=notes,
+                notes=notes + trouble,
+                work=work,
             )
         )
+
+
+def _work(
+    kernel: Kernel[Any, Any], inv: Invocation[Any, Any]
+) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
+    """What a call has to do, if the kernel counts it; or a remark on why that failed."""
+    try:
+        return counted_work(kernel, inv), ()
+    except Exception as error:  # noqa: BLE001  a figure for the report must not cost the tuning
+        return None, (f"GFLOP/s are not shown: work raised {type(error).__name__}: {error}",)
 
 
 def heuristic_seconds(tuner: Tuner, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> float:

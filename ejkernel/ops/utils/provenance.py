@@ -3,9 +3,9 @@
 The hash covers what decides how a candidate performs and whether it is right: the kernel's methods
 with those of its base classes up to `Kernel`, the passes of its implementations, and the functions
 and constants of the same package that they use by name. It leaves out comments, docstrings and
-layout, and the functions that only list or pick candidates: a candidate that is added must not make
-the others measured again. What a function imports in its body, and functions of other packages,
-are not followed.
+layout, and the functions that only list or pick candidates or count work: a candidate that is added
+must not make the others measured again. What a function imports in its body, and functions of other
+packages, are not followed.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class _Reader:
     def _class(self, cls: type) -> Iterator[str]:
         for name, value in sorted(vars(cls).items()):
             listing = any(name == m or name.startswith(f"{m}_") for m in _LISTING)
-            if listing or name == "config_type":
+            if listing or name in ("config_type", "work"):
                 continue
             if name.startswith("__") and not self._is_written(_unwrapped(value)):
                 continue  # `__module__`, and what `dataclass` and others generate
