@@ -99,10 +99,10 @@ def tune(
         ConfigCache(),
         AutotunePolicy(strict=False),
         Tuner(effort=effort, seconds=seconds, isolation=isolation, progress=progress),
-        None if force else opened,
+        opened,
         persist_autotune=save,
     )
-    tuned = tune_invocations(selector, device, found)
+    tuned = tune_invocations(selector, device, found, again=force)
     result = TuningResult(tuned.device, tuned.entries, tuned.skipped)
     result.install(default_executor().selector)
     name = getattr(function, "__name__", type(function).__name__)

@@ -68,6 +68,7 @@ class Sources(enum.Enum):
     ALL = "every tier that the policy allows, as for a call that runs"
     STORED = "memory, store and bundles, where nothing is unfinished or in doubt"
     MEASURED = "the same, and a tuning run, whatever the policy says"
+    MEASURED_AGAIN = "a tuning run alone, which uses no timing of an earlier one"
 
 
 class ConfigSelectorChain:
@@ -181,9 +182,10 @@ class ConfigSelectorChain:
         request = self._request(
             inv, kernel, allow_autotune=True, cache_miss_fallback="autotune", strict=False
         )
-        request = dataclasses.replace(request, offline=True, tuner=tuner)
+        again = sources is Sources.MEASURED_AGAIN
+        request = dataclasses.replace(request, offline=True, tuner=tuner, again=again)
         answer: Answer = ()
-        if sources is Sources.MEASURED:
+        if again or sources is Sources.MEASURED:
             answer = self._settled(
                 request,
                 lambda request: self._ask(request, [*self._finished(request), self._autotune]),
@@ -271,8 +273,8 @@ class ConfigSelectorChain:
         return None
 
     def _finished(self, request: Request) -> list[Tier]:
-        """The tiers of what was tuned before; none if that was not finished."""
-        return [] if self._unfinished(request) else self._stored
+        """The tiers of what was tuned before; none if that was not finished, or does not count."""
+        return [] if request.again or self._unfinished(request) else self._stored
 
     def _unfinished(self, request: Request) -> bool:
         """True if the stored result was interrupted, or lacks a candidate of today."""
@@ -318,8 +320,10 @@ class ConfigSelectorChain:
 
     def _earlier_trials(self, request: Request) -> list[Any]:
         """What the store knows of an earlier run that measured the same thing."""
-        entry = None if self.persistent is None else self.persistent.entry(request.key)
-        if entry is None or self.persistent is None:
+        if self.persistent is None or request.again:
+            return []
+        entry = self.persistent.entry(request.key)
+        if entry is None:
             return []
         if not can_be_continued(entry["about"], request.kernel, request.measured):
             return []

@@ -154,16 +154,22 @@ def tune_invocations(
     selector: ConfigSelectorChain,
     device: str,
     calls: Iterable[Invocation[Any, Any] | Skipped],
+    again: bool = False,
 ) -> AutotuningResult:
     """Tune each distinct invocation; what cannot be tuned is reported, never fatal.
 
-    What takes most of the time is tuned first and with most effort (see `tuners_by_share`).
+    What is stored is not measured, unless `again` is True. What takes most of the time is tuned
+    first and with most effort (see `tuners_by_share`).
     """
     distinct, skipped = distinct_calls(calls)
-    answers = {key: _attempt(selector, inv, Sources.STORED) for key, inv in distinct.items()}
-    open_ones = {key: distinct[key] for key, answer in answers.items() if isinstance(answer, Miss)}
+    answers: dict[tuple[str, str], Decision[Any] | Miss | str] = dict.fromkeys(distinct, "")
+    open_ones, sources = distinct, Sources.MEASURED_AGAIN
+    if not again:
+        answers = {key: _attempt(selector, inv, Sources.STORED) for key, inv in distinct.items()}
+        missing = [key for key, answer in answers.items() if isinstance(answer, Miss)]
+        open_ones, sources = {key: distinct[key] for key in missing}, Sources.MEASURED
     for key, tuner in tuners_by_share(selector.tuner, open_ones):
-        answers[key] = _attempt(selector, distinct[key], Sources.MEASURED, tuner)
+        answers[key] = _attempt(selector, distinct[key], sources, tuner)
     entries = []
     for key, answer in answers.items():
         if isinstance(answer, Decision):
