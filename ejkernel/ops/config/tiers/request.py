@@ -75,8 +75,8 @@ def refusal(request: Request, cfg: Any, where: str) -> str | None:
     """Why a cached or stored config does not fit a call, said once; None if it does.
 
     The next source answers then. A config of another class is the program's own mistake and
-    raises a `TypeError`; not so one of a class with the same name: a cell of a notebook ran again, or
-    two functions have one name.
+    raises a `TypeError`; not so one of a class with the same name: a cell of a notebook ran again,
+    or two functions have one name.
     """
     held = f"{where} holds {shown(cfg, 1000)}"
     if _is_namesake(type(cfg), request.kernel.config_types):
