@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import dataclasses
+import importlib
 from functools import partial
 from typing import Any
 
