@@ -221,7 +221,11 @@ def _made(
         "Config": config,
         "_signature": points.signature,
     }
-    for key, given in (("reference", reference), ("make_inputs", make_inputs)):
+    # The gradient is here only to be read: with another one, entries are stale.
+    rules = backward if isinstance(backward, tuple) else (backward,)
+    written = {"reference": reference, "make_inputs": make_inputs}
+    written |= {f"gradient_{number}": rule for number, rule in enumerate(rules)}
+    for key, given in written.items():
         if given is not None:
             namespace[key] = staticmethod(given)
     kernel = type(title, (Tunable,), namespace)(name=title, version=version)
@@ -273,6 +277,11 @@ class _Points:
     # --- what is refused -------------------------------------------------------------------------
 
     def _check_parameter(self, name: str) -> None:
+        if name in _RESERVED:
+            raise TypeError(
+                f"{self.where}: a tunable parameter cannot be named {name!r}, which every call or "
+                "config class has already"
+            )
         parameter = self.parameters.get(name)
         takes_any = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
         if parameter is None and takes_any:
@@ -291,7 +300,13 @@ class _Points:
                 f"{self.where}: {name}={values!r} must be a list of values, or a function that "
                 "gives one"
             )
-        distinct = list(dict.fromkeys(values))
+        try:
+            distinct = list(dict.fromkeys(values))
+        except TypeError:
+            raise TypeError(
+                f"{self.where}: {name}={values!r} holds a value that cannot be hashed; give tuples "
+                "instead of lists"
+            ) from None
         if not distinct:
             raise ValueError(f"{self.where}: {name}=[] has no values to try")
         return distinct
@@ -388,6 +403,7 @@ class _Points:
 
 
 _MISSING = inspect.Parameter.empty
+_RESERVED = ("cfg", "implementation", "heuristic", "space", "unfit")
 _BY_KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 

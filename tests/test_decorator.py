@@ -21,6 +21,7 @@ from ejkernel.ops import (
     ConfigSelectorChain,
     Executor,
     Kernel,
+    PersistentCache,
     Space,
     autotune,
     autotune_lowered,
@@ -256,6 +257,59 @@ def test_one_more_value_leaves_stored_entries_fresh(tmp_path, monkeypatch):
     assert source_hash(total) != source_hash(scaled)
 
 
+def test_another_gradient_or_bound_argument_makes_stored_entries_stale(tmp_path, monkeypatch):
+    text = (
+        "import functools\nfrom ejkernel import tunable\n\n"
+        "def backward(out, dout, x, *, block):\n    return (dout * {0},)\n\n"
+        "@tunable(block=[1, 2], backward=backward)\ndef f(x, *, block=1):\n    return x\n\n"
+        "def plus(x, other, *, block=1):\n    return x + other\n\n"
+        "g = tunable(functools.partial(plus, other={0}), block=[1, 2])\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    script = (
+        "import hashed_{} as m\nfrom ejkernel.ops.utils.provenance import source_hash\n"
+        "print(source_hash(m.f))\nprint(source_hash(m.g))"
+    )
+    hashes = []
+    for number in (1, 2):
+        (tmp_path / f"hashed_{number}.py").write_text(text.format(number))
+        command = [sys.executable, "-c", script.format(number)]
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        hashes += run.stdout.split()
+    assert len(set(hashes)) == 4
+
+
+def test_defined_again_as_in_a_notebook(caplog):
+    def define(factor):
+        @tunable(block=[1, 2])
+        def cell(x, *, block=1):
+            return x * factor
+
+        return cell
+
+    quietly = {"effort": "quick", "quiet": True, "save": False}
+    for factor in (2, 3):
+        cell = define(factor)
+        assert float(cell(x)[1]) == factor * float(x[1])  # what is in memory is of the earlier one
+        assert isinstance(cell.tune(x, **quietly).entries[0].cfg, cell.Config)
+        assert isinstance(cell.best(x), cell.Config)
+    assert "another CellConfig than the kernel's" in caplog.text
+
+
+def test_measured_again_and_stored(tmp_path):
+    store = PersistentCache(tmp_path)
+    quietly = {"effort": "quick", "quiet": True, "store": store}
+    first = total.tune(x, **quietly)
+    key = total.bind(x).key
+    before = store.entry(key)["about"]
+    store.put(key, first.entries[0].cfg, about={**before, "seconds": 1000.0})
+    assert total.tune(x, **quietly).entries[0].seconds == 1000.0  # the store knows it
+    assert total.tune(x, force=True, save=False, **quietly).entries[0].seconds < 1.0
+    assert store.entry(key)["about"]["seconds"] == 1000.0
+    assert total.tune(x, force=True, **quietly).entries[0].seconds < 1.0
+    assert store.entry(key)["about"]["seconds"] < 1.0
+
+
 def test_tuned_in_another_process_from_the_text_of_the_program(tmp_path):
     (tmp_path / "their_model.py").write_text(
         textwrap.dedent(
@@ -321,6 +375,17 @@ def test_tuned_in_another_process_from_the_text_of_the_program(tmp_path):
         (
             lambda: tunable(block=[1], backward=3, name="f")(lambda x, *, block=1: x),
             "backward=3 must be one",
+        ),
+        (
+            lambda: tunable(block=[[1], [2]], name="f")(lambda x, *, block=(1,): x),
+            r"block=\[\[1\], \[2\]\] holds a value that cannot be hashed",
+        ),
+        *(
+            (
+                lambda word=word: tunable({word: [1]}, name="f")(lambda x, **options: x),
+                f"cannot be named '{word}'",
+            )
+            for word in ("cfg", "implementation", "heuristic", "space", "unfit")
         ),
         (lambda: tunable(total, block=[1]), "no function that could be tuned"),
         (lambda: tunable({"block": [1]}, space={"block": [2]}), "given twice"),

@@ -63,11 +63,14 @@ def grouped_matmul(
     arrays, options = checked(
         lhs, rhs, group_sizes, transpose_rhs, preferred_element_type, precision, group_offset
     )
-    out = _kernel(*arrays, **options, **given_options("grouped_matmul", implementation, cfg))
+    options_of_call = given_options("grouped_matmul", implementation, cfg)
     if existing_out is None:
-        return out
-    existing_out = checked_existing_out(existing_out, out)
-    starts, ends = Arguments.of(*arrays, **options).spans
-    row = jnp.arange(out.shape[0], dtype=starts.dtype)[:, None]
+        return _kernel(*arrays, **options, **options_of_call)
+    call = Arguments.of(*arrays, **options)
+    m, n, _ = call.sizes
+    existing_out = checked_existing_out(existing_out, (m, n))  # before anything is computed
+    out = _kernel(*arrays, **options, **options_of_call)
+    starts, ends = call.spans
+    row = jnp.arange(m, dtype=starts.dtype)[:, None]
     has_matrix = (row >= starts[0]) & (row < ends[-1])
-    return jnp.where(has_matrix, out, existing_out)
+    return jnp.where(has_matrix, out, existing_out.astype(out.dtype))

@@ -1103,3 +1103,28 @@ def test_simple_values_survive_json(value, cls):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32, np.dtype("int8"), jnp.float8_e4m3fn])
 def test_dtypes_survive_json(dtype):
     assert from_json(to_json(dtype)) == dtype
+
+
+def test_parameters_by_position():
+    assert FwdParams(1, 2, 3, 4, 5, 6, 7, 8, 9, 10) == FwdParams(
+        q_blocksize=1,
+        kv_blocksize=2,
+        blocksize_m=3,
+        blocksize_n=4,
+        blocksize_k=5,
+        blocksize_heads=6,
+        blocksize_keys=7,
+        num_key_splits=8,
+        num_warps=9,
+        num_stages=10,
+    )
+    assert BwdParams(1, 2, 3, 4, 5, 6, 7, 8) == BwdParams(
+        q_blocksize=1,
+        kv_blocksize=2,
+        blocksize_m=3,
+        blocksize_n=4,
+        blocksize_k=5,
+        blocksize_heads=6,
+        num_warps=7,
+        num_stages=8,
+    )

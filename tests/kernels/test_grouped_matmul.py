@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from functools import partial
 from typing import Any
 
@@ -373,3 +374,12 @@ def test_a_program_that_has_run_can_be_serialised():
         compilation_cache.reset_cache()
     jax.block_until_ready(program(*arguments))
     assert serialize_executable.serialize(program)
+
+
+def test_existing_out_is_refused_before_anything_is_computed(monkeypatch):
+    module = importlib.import_module("ejkernel.modules.grouped_matmul")
+    monkeypatch.setattr(module, "_kernel", lambda *_, **__: pytest.fail("computed"))
+    with pytest.raises(ValueError, match="existing_out"):
+        grouped_matmul(
+            jnp.ones((4, 2)), jnp.ones((1, 2, 3)), jnp.array([4]), existing_out=jnp.ones((4, 2))
+        )

@@ -166,6 +166,11 @@ OTHER = {
     "another platform": ("return [y + 1", "return [y + 2"),
     "a default": ("rows=64", "rows=32"),
     "an attribute": ("scale = 3", "scale = 4"),
+    "an attribute that is named like a space": ("scale = 3", "scale = 3\n    space_before = 4"),
+    "a method that is named like a heuristic": (
+        "    def heuristic_cfg",
+        "    def heuristic(self): ...\n\n    def heuristic_cfg",
+    ),
     "a function that it uses": ("return inner(x) + BLOCK", "return inner(x) - BLOCK"),
     "a function that this one uses": ("return x * 1\n", "return x * 2\n"),
     "a constant": ("BLOCK = 8", "BLOCK = 16"),

@@ -101,11 +101,12 @@ def checked(
     return (lhs, rhs, group_sizes), options
 
 
-def checked_existing_out(existing_out: Any, result: jax.Array) -> jax.Array:
-    """Rows for where there is no matrix, of the shape and dtype of the result."""
+def checked_existing_out(existing_out: Any, shape: tuple[int, int]) -> jax.Array:
+    """Rows for where there is no matrix, of the shape of the result."""
     rows = checked_floating(_NAME, "existing_out", existing_out)
+    result = jax.ShapeDtypeStruct(shape, rows.dtype)
     check_axes(_NAME, {"the result": (result, "m n"), "existing_out": (rows, "m n")})
-    return rows.astype(result.dtype)
+    return rows
 
 
 def _check_sizes(group_sizes: jax.Array, rows: int) -> None:

@@ -17,8 +17,6 @@ class _Params:
     blocksize_n: int | None = None
     blocksize_k: int | None = None
     blocksize_heads: int | None = None
-    num_warps: int | None = None
-    num_stages: int | None = None
 
     def __repr__(self) -> str:
         given = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
@@ -36,11 +34,16 @@ class FwdParams(_Params):
 
     blocksize_keys: int | None = None
     num_key_splits: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class BwdParams(_Params):
     """Parameters of a backward kernel; `None` leaves the choice to the kernel."""
+
+    num_warps: int | None = None
+    num_stages: int | None = None
 
 
 declare_type(FwdParams)

@@ -28,7 +28,8 @@ from typing import Any
 from .fingerprint import code_hash, current_device, short_hash, stable_json
 from .serialize import is_dtype_like
 
-_LISTING = ("candidate_cfgs", "config_space", "heuristic_cfg", "heuristic", "space")
+_LISTING = ("candidate_cfgs", "config_space", "heuristic_cfg")
+_LISTING_OF_CONFIG_CLASSES = ("heuristic", "space")
 _PASSES = ("forward", "forward_with_residuals", "backward")
 _FRAMEWORK = ("ejkernel.ops", "ejkernel.store", "ejkernel.decorator")
 _STANDARD = frozenset(sys.stdlib_module_names) - {"__main__"}
@@ -94,6 +95,8 @@ class _Reader:
     def _class(self, cls: type) -> Iterator[str]:
         for name, value in sorted(vars(cls).items()):
             listing = any(name == m or name.startswith(f"{m}_") for m in _LISTING)
+            if name in _LISTING_OF_CONFIG_CLASSES:
+                listing = isinstance(value, classmethod)  # else something that `run` may use
             if listing or name in ("config_type", "work"):
                 continue
             if name.startswith("__") and not self._is_written(_unwrapped(value)):
@@ -103,9 +106,10 @@ class _Reader:
     def _value(self, name: str, value: Any) -> Iterator[str]:
         """The text of something that a name stands for: code, or a constant."""
         inner = _unwrapped(value)
-        if isinstance(value, functools.partial):
+        held = value.__func__ if isinstance(value, staticmethod) else value
+        if isinstance(held, functools.partial):
             with contextlib.suppress(TypeError):  # what has no stable form is left out
-                yield f"{name}: {stable_json([value.args, value.keywords])}"
+                yield f"{name}: {stable_json([held.args, held.keywords])}"
         if isinstance(inner, types.FunctionType):
             yield from self._function(name, inner)
             if inner is not value:  # `jax.custom_vjp` holds its rules, for one

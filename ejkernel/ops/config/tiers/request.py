@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ....markup import one_line
 from ....store.reading import shown
+from ...core.implementation import class_name
 from ...core.requirements import reasons_against_config
 from ...core.types import ConfigKey
 from ..context import AutotunePolicy
@@ -74,14 +75,27 @@ def refusal(request: Request, cfg: Any, where: str) -> str | None:
     """Why a cached or stored config does not fit a call, said once; None if it does.
 
     The next source answers then. A config of another class is the program's own mistake and
-    raises a `TypeError`.
+    raises a `TypeError`; not so one of a class with the same name: a cell of a notebook ran again,
+    or two functions have one name.
     """
-    request.kernel.check_config_class(cfg, f"{where} holds")
-    reasons = reasons_against_config(request.kernel, cfg, request.inv)
+    held = f"{where} holds {shown(cfg, 1000)}"
+    if _is_namesake(type(cfg), request.kernel.config_types):
+        reasons = [
+            f"its class is another {class_name(type(cfg))} than the kernel's: from an earlier "
+            f"definition, or of another operation that is named {request.key.op_id} too"
+        ]
+    else:
+        request.kernel.check_config_class(cfg, f"{where} holds")
+        reasons = reasons_against_config(request.kernel, cfg, request.inv)
     if not reasons:
         return None
-    held = f"{where} holds {shown(cfg, 1000)}"
     return warn_once(request, f"{held}, but {'; '.join(reasons)}", f"{request.key.op_id} {held}")
+
+
+def _is_namesake(cls: type, known: tuple[Any, ...]) -> bool:
+    """Whether a class has the name of one of those that are known, and is none of them."""
+    classes = [each for each in known if isinstance(each, type)]
+    return not issubclass(cls, tuple(classes)) and class_name(cls) in map(class_name, classes)
 
 
 def warn_once(request: Request, reason: str, trouble: str) -> str:
