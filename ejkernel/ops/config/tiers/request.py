@@ -72,15 +72,24 @@ _MOST_SAID = 1000  # then it starts again: a server meets ever new calls
 def refusal(request: Request, cfg: Any, where: str) -> str | None:
     """Why a cached or stored config does not fit a call, said once; None if it does.
 
-    The next source answers then. A config of another class is the program's own mistake and
-    raises a `TypeError`.
+    The next source answers then; so it does where the kernel and its config class were defined
+    again, as in a notebook. A config of any other class is the program's own mistake and raises a
+    `TypeError`.
     """
+    if _is_of_namesake(request.kernel, cfg):
+        return f"{where} holds {shown(cfg, 1000)}, for another definition of {request.key.op_id}"
     request.kernel.check_config_class(cfg, f"{where} holds")
     reasons = reasons_against_config(request.kernel, cfg, request.inv)
     if not reasons:
         return None
     held = f"{where} holds {shown(cfg, 1000)}"
     return warn_once(request, f"{held}, but {'; '.join(reasons)}", f"{request.key.op_id} {held}")
+
+
+def _is_of_namesake(kernel: Kernel[Any, Any], cfg: Any) -> bool:
+    """Whether a config is of another class that has the name of one of the kernel's."""
+    classes = [cls for cls in kernel.config_types if isinstance(cls, type)]
+    return type(cfg) not in classes and type(cfg).__name__ in {cls.__name__ for cls in classes}
 
 
 def warn_once(request: Request, reason: str, trouble: str) -> str:
