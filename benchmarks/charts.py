@@ -8,9 +8,9 @@ from typing import Any
 
 from ejkernel.markup import tag
 
-WIDTH, LABELS, ROW, TOP, BOTTOM = 960, 420, 17, 34, 26
+WIDTH, LABELS, ROW, TOP, BOTTOM = 720, 350, 17, 34, 26
 COLOURS = ("#3f51b5", "#c4681a", "#2e7d5b")
-TEXT, GRID = "#7a7f87", "#8a8f9740"  # readable on light and on dark pages
+TEXT, GRID = "#737880", "#8a8f9740"  # readable on light and on dark pages
 
 
 def is_timed(row: dict[str, Any]) -> bool:
@@ -38,7 +38,7 @@ def chart(rows: list[dict[str, Any]], title: str) -> str:
     height = TOP + ROW * len(calls) + BOTTOM
     parts = []
     for i, peer in enumerate(peers):
-        x = LABELS + 190 * i
+        x = LABELS + 170 * i
         parts.append(_shape("circle", cx=x, cy=12, r=4, fill=COLOURS[i % 3]))
         parts.append(_text(x + 9, 16, f"versus {peer}"))
     for power in range(math.ceil(least), math.floor(most) + 1):

@@ -167,7 +167,20 @@ def tunable(
     /,
     **options: Any,
 ) -> Callable[[Callable[P, R]], Tunable[P, R]]: ...
-def tunable(what: Any = None, /, **options: Any) -> Any:
+def tunable(
+    what: Any = None,
+    /,
+    *,
+    space: Any = None,
+    reference: Callable[..., Any] | None = None,
+    constraint: Any = (),
+    heuristic: Any = None,
+    name: str | None = None,
+    version: str = "1",
+    make_inputs: Callable[..., Any] | None = None,
+    backward: Any = None,
+    **values: Any,
+) -> Any:
     """Let some parameters of a function be chosen by measurement.
 
     ::
@@ -213,19 +226,30 @@ def tunable(what: Any = None, /, **options: Any) -> Any:
     >>> total.candidates(total.bind(jnp.arange(6.0)))
     [TotalConfig(block=1), TotalConfig(block=2)]
     """
-    options["module"] = sys._getframe(1).f_globals.get("__name__", "__main__")
-    if (callable(what) or isinstance(what, classmethod)) and not isinstance(what, Space):
-        return _tunable(what, options)
-    if what is not None:
-        if options.get("space") is not None:
+    is_function = not isinstance(what, Space) and (callable(what) or isinstance(what, classmethod))
+    if what is not None and not is_function:
+        if space is not None:
             raise TypeError(
                 "tunable: the space is given twice, as the first argument and as space="
             )
-        options["space"] = what
-    return lambda function: _tunable(function, options)
+        space = what
+    make = functools.partial(
+        _tunable,
+        module=sys._getframe(1).f_globals.get("__name__", "__main__"),
+        space=space,
+        reference=reference,
+        constraint=constraint,
+        heuristic=heuristic,
+        name=name,
+        version=version,
+        make_inputs=make_inputs,
+        backward=backward,
+        values=values,
+    )
+    return make(what) if is_function else make
 
 
-def _tunable(function: Any, options: dict[str, Any]) -> Any:
+def _tunable(function: Any, **options: Any) -> Any:
     if isinstance(function, (staticmethod, classmethod)):
         return type(function)(_made(function.__func__, **options))
     return _made(function, **options)
@@ -235,15 +259,15 @@ def _made(
     function: Any,
     *,
     module: str,
-    space: Any = None,
-    reference: Callable[..., Any] | None = None,
-    constraint: Any = (),
-    heuristic: Any = None,
-    name: str | None = None,
-    version: str = "1",
-    make_inputs: Callable[..., Any] | None = None,
-    backward: Any = None,
-    **values: Any,
+    space: Any,
+    reference: Any,
+    constraint: Any,
+    heuristic: Any,
+    name: str | None,
+    version: str,
+    make_inputs: Any,
+    backward: Any,
+    values: dict[str, Any],
 ) -> Any:
     if not callable(function) or isinstance(function, (Kernel, type)):
         raise TypeError(f"tunable: {function!r} is no function that could be tuned")
@@ -316,7 +340,7 @@ def _warn_of_namesake(full_op_id: str, function: Any) -> None:
         warnings.warn(
             f"two tunable functions are called {full_op_id}: {first} and {second}. Their stored "
             "configs overwrite each other; give one of them a name of its own: tunable(name=…)",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 
