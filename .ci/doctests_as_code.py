@@ -9,8 +9,8 @@ import griffe
 
 # Lines that begin with a prompt, and what follows them until an empty line.
 EXAMPLE = re.compile(r"(?m)^( *)>>> .*(?:\n\1.*\S.*)*")
-# What announces an indented block where this site needs nothing: `::`, alone or after a colon's word.
-INTRODUCED = re.compile(r"(?m)^ *::\n|(?<=\w:):$|(?<=\):):$")
+# `::` before an indented block, alone or at the end of a sentence: Markdown needs none.
+INTRODUCED = re.compile(r"(?m)^ *::\n|(?<=[^\s:]:):$")
 
 
 class DoctestsAsCode(griffe.Extension):

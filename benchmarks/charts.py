@@ -8,7 +8,7 @@ from typing import Any
 
 from ejkernel.markup import tag
 
-WIDTH, LABELS, ROW, TOP, BOTTOM = 720, 350, 17, 34, 26
+WIDTH, ROW, TOP, BOTTOM, CHARACTER = 720, 17, 34, 26, 6.5
 COLOURS = ("#3f51b5", "#c4681a", "#2e7d5b")
 TEXT, GRID = "#737880", "#8a8f9740"  # readable on light and on dark pages
 
@@ -29,16 +29,17 @@ def chart(rows: list[dict[str, Any]], title: str) -> str:
     rows = [row for row in rows if is_timed(row)]
     peers = list(dict.fromkeys(row["peer"] for row in rows))
     calls = list(dict.fromkeys(row["name"] for row in rows))
+    labels = 16 + CHARACTER * max(map(len, calls))
     ends = [end for row in rows for end in speedups(row)[1:]]
     least, most = math.log2(min(*ends, 0.8)), math.log2(max(*ends, 2.0))
 
     def across(speedup: float) -> float:
-        return LABELS + (math.log2(speedup) - least) / (most - least) * (WIDTH - LABELS - 20)
+        return labels + (math.log2(speedup) - least) / (most - least) * (WIDTH - labels - 20)
 
     height = TOP + ROW * len(calls) + BOTTOM
     parts = []
     for i, peer in enumerate(peers):
-        x = LABELS + 170 * i
+        x = labels + 170 * i
         parts.append(_shape("circle", cx=x, cy=12, r=4, fill=COLOURS[i % 3]))
         parts.append(_text(x + 9, 16, f"versus {peer}"))
     for power in range(math.ceil(least), math.floor(most) + 1):
@@ -56,8 +57,9 @@ def chart(rows: list[dict[str, Any]], title: str) -> str:
         ]
         said = f"{row['name']}: {middle:.2f}× ({low:.2f}–{high:.2f}) versus {row['peer']}"
         parts.append(tag("g", tag("title", said), *drawn))
+    parts.append(_text(labels - 12, height - 8, "its time / ours", anchor="end"))
     for i, call in enumerate(calls):
-        parts.append(_text(LABELS - 12, TOP + ROW * (i + 0.5) + 4, call, anchor="end"))
+        parts.append(_text(labels - 12, TOP + ROW * (i + 0.5) + 4, call, anchor="end"))
     return str(
         tag(
             "svg",
