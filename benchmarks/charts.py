@@ -8,7 +8,7 @@ from typing import Any
 
 from ejkernel.markup import tag
 
-WIDTH, ROW, TOP, BOTTOM, CHARACTER = 720, 17, 34, 26, 6.5
+WIDTH, ROW, TOP, BOTTOM, CHARACTER = 720, 17, 34, 26, 6.9
 COLOURS = ("#3f51b5", "#c4681a", "#2e7d5b")
 TEXT, GRID = "#737880", "#8a8f9740"  # readable on light and on dark pages
 
