@@ -21,7 +21,7 @@ help:
 	@echo "make targets compile the test kernels for TPU and CUDA, without such devices (700 MB)"
 	@echo "make docs    the documentation site, in site/"
 	@echo "make release wheel and sdist, built, checked, and installed into an empty environment"
-	@echo "make bench   every benchmark beside its peers, into docs/results.md (an hour, 3 GB)"
+	@echo "make bench   every benchmark and its peers, into docs/results.md and its charts (an hour, 3 GB)"
 	@echo "make clean   remove the environment and caches"
 
 $(STAMP): pyproject.toml

@@ -1,4 +1,4 @@
-"""For the documentation site: examples in docstrings (`>>>`) are shown as code."""
+"""For the documentation site: examples in docstrings (`>>>`, `::`) are shown as code."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import griffe
 
 # Lines that begin with a prompt, and what follows them until an empty line.
 EXAMPLE = re.compile(r"(?m)^( *)>>> .*(?:\n\1.*\S.*)*")
+# `::` before an indented block, alone or at the end of a sentence: Markdown needs none.
+INTRODUCED = re.compile(r"(?m)^ *::\n|(?<=[^\s:]:):$")
 
 
 class DoctestsAsCode(griffe.Extension):
@@ -17,7 +19,8 @@ class DoctestsAsCode(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Change the docstring of a module, class, function or attribute."""
         if obj.docstring is not None:
-            obj.docstring.value = EXAMPLE.sub(_fenced, obj.docstring.value)
+            text = EXAMPLE.sub(_fenced, obj.docstring.value)
+            obj.docstring.value = INTRODUCED.sub("", text)
 
 
 def _fenced(example: re.Match[str]) -> str:

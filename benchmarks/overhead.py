@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel import tunable
 from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor, Kernel
 
 
@@ -62,6 +63,15 @@ class ProductWithGradient(Kernel[Config, jax.Array]):
 
 def product(a, b, transpose=False):
     return a.T @ b if transpose else a @ b
+
+
+@tunable(block=[1, 2])
+def tunable_product(a, b, *, block=1):
+    return a @ b
+
+
+def blocked_product(a, b, *, block=1):
+    return a @ b
 
 
 def tree_sum(tree):
@@ -102,6 +112,7 @@ def call_cases() -> dict[str, tuple[Callable[[], Any], Callable[[], Any], float]
     kernel, sums, custom = Product(), TreeSum(), ProductWithGradient()
     keyworded = ProductWithKeyword()
     plain = jax.jit(product, static_argnames="transpose")
+    plain_blocked = jax.jit(blocked_product, static_argnames="block")
     plain_sum = jax.jit(tree_sum)
     plain_custom = jax.jit(product_with_gradient)
     plain_positional = jax.jit(lambda a, b: a @ b)
@@ -122,6 +133,10 @@ def call_cases() -> dict[str, tuple[Callable[[], Any], Callable[[], Any], float]
             1.20,
         ),
         "24-leaf pytree": (lambda: sums(tree), lambda: plain_sum(tree), 1.15),
+        "tunable(a, b)": (lambda: tunable_product(a, b), lambda: plain_positional(a, b), 1.10),
+        "tunable, explicit value": (
+            lambda: tunable_product(a, b, block=2), lambda: plain_blocked(a, b, block=2), 1.20,
+        ),
         "custom gradient": (lambda: custom(a, b), lambda: plain_custom(a, b), 1.10),
     }  # fmt: skip
 

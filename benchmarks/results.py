@@ -2,9 +2,11 @@
 
     make bench                     (python benchmarks/results.py --public .venv-public/bin/python)
     python benchmarks/results.py --only ops
+    python benchmarks/results.py --draw        (again from benchmarks/data, without measuring)
 
-Writes `docs/results.md`, and the table of each operation into its page. Benchmarks run one after
-the other, in processes of their own; one that fails, or misses what is promised, is shown as it is.
+Writes `docs/results.md`, a chart of each operation, and its table into its page; the figures behind
+them go to `benchmarks/data`. Benchmarks run one after the other, in processes of their own; one
+that fails, or misses what is promised, is shown as it is.
 """
 
 from __future__ import annotations
@@ -26,6 +28,12 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results.md"
+DATA = ROOT / "benchmarks" / "data" / "ops.json"
+CHARTS = ROOT / "docs" / "images" / "results"
+
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import charts  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,21 +52,30 @@ class Benchmark:
 
 def ops_table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| operation | call | peer | ours | peer's | best | median (quartiles) | promised |",
+        "| operation | call | peer | ours | peer's | speedup | median (quartiles) | promised |",
         "| --- | --- | --- | ---: | ---: | ---: | --- | --- |",
     ]
     for row in rows:
         unit = "MiB" if "MiB" in row["name"] else "ms"
-        low, high = row["quartiles"]
-        promised = "–" if row["limit"] is None else f"≤ {row['limit']:.2f}"
+        median, low, high = charts.speedups(row)
+        promised = "–" if row["limit"] is None else f"≥ {1 / row['limit']:.2f}"
         if row["verdict"] not in ("", "kept"):
             promised += f", **{row['verdict']}**"
         lines.append(
             f"| {row['operation']} | {row['name']} | {row['peer']} | {row['ours_ms']:.2f} {unit} "
-            f"| {row['peer_ms']:.2f} {unit} | {row['best']:.2f} | {row['median']:.2f} "
+            f"| {row['peer_ms']:.2f} {unit} | {1 / row['best']:.2f} | {median:.2f} "
             f"({low:.2f}–{high:.2f}) | {promised} |"
         )
     return "\n".join(lines)
+
+
+def ops_section(rows: list[dict[str, Any]]) -> str:
+    """A chart of each operation, and then all rows."""
+    shown = [
+        f"### {name}\n\n![{name}: speedup over each peer](images/results/{name}.svg)\n"
+        for name in charts.write(rows, CHARTS)
+    ]
+    return "\n".join([*shown, "### The rows behind the charts\n", ops_table(rows)])
 
 
 def heuristics_table(rows: list[dict[str, Any]]) -> str:
@@ -87,24 +104,26 @@ def benchmarks(public: str | None) -> list[Benchmark]:
     listed = [
         Benchmark(
             "ops",
-            "Operations beside their peers",
+            "Operations versus their peers",
             ("benchmarks/ops.py", "--seconds", "2"),
-            "Ratios are our time over the peer's: below 1 is faster. Results are compared first. "
+            "Speedups are the peer's time over ours: above 1 we are faster. In a chart, a mark is "
+            "the median of the rounds and its line their middle half; calls that are not timed "
+            "(memory, the time of tracing) are among the rows. Results are compared first. "
             "A promise is kept by the best or by the median of the rounds; it is in doubt if only "
             "the fastest quarter of the rounds keeps it; `same program` means that the compiler "
             "made the same of both, so that any difference is noise.",
-            ops_table,
+            ops_section,
         ),
         Benchmark(
             "heuristics",
-            "Heuristics beside tuned configs",
+            "Heuristics versus tuned configs",
             ("benchmarks/heuristics.py",),
             "The heuristic's time over the tuned one's, for every call of a grid.",
             heuristics_table,
         ),
         Benchmark(
             "heuristics_backward",
-            "Heuristics beside tuned configs, forward and backward",
+            "Heuristics versus tuned configs, forward and backward",
             ("benchmarks/heuristics.py", "--backward"),
             "The same for gradients: both passes together.",
             heuristics_table,
@@ -125,7 +144,7 @@ def benchmarks(public: str | None) -> list[Benchmark]:
         ),
         Benchmark(
             "tuner",
-            "The tuner beside others",
+            "The tuner versus others",
             ("benchmarks/tuner.py", "--repeats", "6"),
             "Regret: how much slower a pick is than the best candidate, by many more rounds, "
             "measured between the repeats.",
@@ -134,7 +153,7 @@ def benchmarks(public: str | None) -> list[Benchmark]:
             "search",
             "Searching a large space",
             ("benchmarks/search.py", "--space", "recurrence"),
-            "What a search finds with few evaluations, beside trying everything.",
+            "What a search finds with few evaluations, versus trying everything.",
         ),
         Benchmark(
             "search_replay",
@@ -160,9 +179,9 @@ def benchmarks(public: str | None) -> list[Benchmark]:
         listed.append(
             Benchmark(
                 "public_package",
-                "flash_attention beside the public package",
+                "flash_attention versus the public package",
                 ("benchmarks/public_package.py", "--python", public),
-                "Each package in its own environment, calls in turns.",
+                "Each package in its own environment, calls interleaved.",
             )
         )
     return listed
@@ -203,17 +222,45 @@ def run(benchmark: Benchmark, seconds: float, folder: pathlib.Path) -> str:
     shown = f"```text\n{output.strip()}\n```"
     if benchmark.table is not None and figures.exists():
         rows = json.loads(figures.read_text())
-        shown = benchmark.table(rows)
         if benchmark.name == "ops":
-            write_into_pages(rows)
+            kept = {
+                "date": datetime.date.today().isoformat(),
+                "machine": machine(),
+                "command": " ".join(benchmark.command),
+                "ended": f"{took:.0f} s, {ended}",
+                "remark": "",
+                "rows": rows,
+            }
+            write_data(kept)
+            return ops_part(kept, benchmark)
+        shown = benchmark.table(rows)
     printed = " ".join(benchmark.command)
     return (
         f"## {benchmark.title}\n\n{benchmark.about}\n\n"
-        f"`python {printed}`: {took:.0f} s, {ended}.\n\n{shown}\n"
+        f"`python {printed}`: {took:.0f} s, {ended}.\n\n{shown}\n\n"
+        f"{datetime.date.today().isoformat()}, {machine()}.\n"
     )
 
 
-def write_into_pages(rows: list[dict[str, Any]]) -> None:
+def write_data(kept: dict[str, Any]) -> None:
+    """The figures of the operations as JSON, a line for each row, so that git shows changes."""
+    rows = ",\n".join("  " + json.dumps(row, ensure_ascii=False) for row in kept["rows"])
+    head = json.dumps({**kept, "rows": []}, indent=1, ensure_ascii=False)
+    DATA.write_text(head.replace('"rows": []', f'"rows": [\n{rows}\n ]') + "\n", encoding="utf-8")
+
+
+def ops_part(kept: dict[str, Any], benchmark: Benchmark) -> str:
+    """The section about the operations, and the table in the page of each, from the data."""
+    write_into_pages(kept["rows"], kept["machine"])
+    remark = f"{kept['remark']}\n\n" if kept["remark"] else ""
+    return (
+        f"## {benchmark.title}\n\n{benchmark.about}\n\n`python {kept['command']}`: "
+        f"{kept['ended']}.\n\n{ops_section(kept['rows'])}\n\n{remark}"
+        f"{kept['date']}, {kept['machine']}.\n"
+    )
+
+
+def write_into_pages(rows: list[dict[str, Any]], measured_on: str) -> None:
     """The table of an operation, between the two marks in its page."""
     for page in (ROOT / "docs" / "operations").glob("*.md"):
         text = page.read_text(encoding="utf-8")
@@ -223,9 +270,11 @@ def write_into_pages(rows: list[dict[str, Any]]) -> None:
             mine = [row for row in rows if row["operation"] in names]
             if not mine:
                 return mark[0]
-            source = f"`python benchmarks/ops.py {' '.join(names)}`, {machine()}:"
+            source = f"`python benchmarks/ops.py {' '.join(names)}`, {measured_on}:"
             return (
-                f"<!-- results: {mark[1]} -->\n\n{source}\n\n{ops_table(mine)}\n\n"
+                f"<!-- results: {mark[1]} -->\n\n{source}\n\n"
+                + "".join(f"![speedup](../images/results/{name}.svg)\n\n" for name in names)
+                + f"{ops_table(mine)}\n\n"
                 "<!-- end of results -->"
             )
 
@@ -239,16 +288,20 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="names of benchmarks; the rest is left as it is")
     parser.add_argument("--seconds", type=float, default=1800.0, help="most time for each")
     parser.add_argument("--keep", type=pathlib.Path, help="folder for figures and output")
+    parser.add_argument("--draw", action="store_true", help="draw again what was measured before")
     options = parser.parse_args()
+    if options.draw:
+        (ops,) = (b for b in benchmarks(None) if b.name == "ops")
+        parts = {**_old_parts(), ops.title: ops_part(json.loads(DATA.read_text("utf-8")), ops)}
+        _write(parts, options.public)
+        return
     folder = options.keep or ROOT / ".cache" / "benchmarks"
     folder.mkdir(parents=True, exist_ok=True)
-    today = datetime.date.today().isoformat()
     parts = _old_parts()
     for benchmark in benchmarks(options.public):
         if options.only and benchmark.name not in options.only:
             continue
-        text = run(benchmark, options.seconds, folder)
-        parts[benchmark.title] = f"{text}\n{today}, {machine()}.\n"
+        parts[benchmark.title] = run(benchmark, options.seconds, folder)
         _write(parts, options.public)
     print(f"written: {PAGE.relative_to(ROOT)}")
 
@@ -266,7 +319,7 @@ def _write(parts: dict[str, str], public: str | None) -> None:
     head = (
         "# Measured results\n\nWritten by `make bench`. Every figure comes from the command above "
         "it, run on the machine below it; candidates run interleaved. The machine is shared "
-        "with others, so single figures waver: look at the spread.\n"
+        "with others, so single figures are noisy: look at the spread.\n"
     )
     PAGE.write_text("\n".join([head, *known]), encoding="utf-8")
 

@@ -7,16 +7,32 @@ import functools
 import inspect
 import itertools
 import operator
+import re
 import sys
-import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Generic,
+    ParamSpec,
+    TypeVar,
+    get_type_hints,
+    overload,
+)
+
+import jax
+import numpy as np
 
 from .ops.core.implementation import Implementation
 from .ops.core.invocation import Invocation
-from .ops.core.kernel import Kernel
+from .ops.core.kernel import Kernel, kernel_named
 from .ops.core.space import Space
 from .ops.execution.executor import default_executor
+from .ops.utils.fingerprint import is_array, stable_json
+from .ops.utils.serialize import to_plain
+from .store.reading import shown
 
 if TYPE_CHECKING:
     from .tuning import TuningResult
@@ -39,6 +55,7 @@ class Tunable(Kernel[Any, R], Generic[P, R]):
 
     Config: ClassVar[Any]
     _signature: ClassVar[inspect.Signature]
+    _call_signature: ClassVar[inspect.Signature]  # without the config
 
     if TYPE_CHECKING:
 
@@ -83,20 +100,47 @@ class Tunable(Kernel[Any, R], Generic[P, R]):
                 f"{self.op_id}: argument {at + 1} is {names[at]}, which is tunable: give it by "
                 f"keyword ({names[at]}=…), or leave it out"
             )
+        try:
+            self._call_signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"{self.op_id}(): {error}; its signature is {self._signature}"
+            ) from None
         for name in names[len(args) : at]:
             if name not in kwargs:
                 break
             args = (*args, kwargs.pop(name))
+        for name, arg in zip(names, args, strict=False):
+            self._check_argument(name, arg)
         return args, kwargs
 
+    def _check_argument(self, name: str, argument: Any) -> None:
+        try:
+            stable_json([leaf for leaf in jax.tree.leaves(argument) if not is_array(leaf)])
+        except TypeError as error:
+            raise TypeError(
+                f"{self.op_id}: {name}={shown(argument)} cannot be part of a call's key. If it "
+                "holds arrays, register its class as a pytree (jax.tree_util.register_dataclass); "
+                "if it holds options, make it a frozen dataclass"
+            ) from error
+
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
+        return self if instance is None else BoundTunable(self, instance)
 
     def __reduce__(self) -> str:
         return type(self).__qualname__  # a decorated function is found by its name
 
     def __repr__(self) -> str:
         return f"tunable({self.full_op_id!r}, {', '.join(self.config_keywords)})"
+
+
+class BoundTunable(functools.partial[Any]):
+    """A tunable function as a method of an object: `layer.attend(x)`, `layer.attend.tune(x)`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("tune", "best", "explain", "bind"):
+            return functools.partial(getattr(self.func, name), *self.args)
+        return getattr(self.func, name)
 
 
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -123,7 +167,20 @@ def tunable(
     /,
     **options: Any,
 ) -> Callable[[Callable[P, R]], Tunable[P, R]]: ...
-def tunable(what: Any = None, /, **options: Any) -> Any:
+def tunable(
+    what: Any = None,
+    /,
+    *,
+    space: Any = None,
+    reference: Callable[..., Any] | None = None,
+    constraint: Any = (),
+    heuristic: Any = None,
+    name: str | None = None,
+    version: str = "1",
+    make_inputs: Callable[..., Any] | None = None,
+    backward: Any = None,
+    **values: Any,
+) -> Any:
     """Let some parameters of a function be chosen by measurement.
 
     ::
@@ -169,48 +226,71 @@ def tunable(what: Any = None, /, **options: Any) -> Any:
     >>> total.candidates(total.bind(jnp.arange(6.0)))
     [TotalConfig(block=1), TotalConfig(block=2)]
     """
-    options["module"] = sys._getframe(1).f_globals.get("__name__", "__main__")
-    if callable(what) and not isinstance(what, Space):
-        return _made(what, **options)
-    if what is not None:
-        if options.get("space") is not None:
+    is_function = not isinstance(what, Space) and (callable(what) or isinstance(what, classmethod))
+    if what is not None and not is_function:
+        if space is not None:
             raise TypeError(
                 "tunable: the space is given twice, as the first argument and as space="
             )
-        options["space"] = what
-    return lambda function: _made(function, **options)
+        space = what
+    make = functools.partial(
+        _tunable,
+        module=sys._getframe(1).f_globals.get("__name__", "__main__"),
+        space=space,
+        reference=reference,
+        constraint=constraint,
+        heuristic=heuristic,
+        name=name,
+        version=version,
+        make_inputs=make_inputs,
+        backward=backward,
+        values=values,
+    )
+    return make(what) if is_function else make
+
+
+def _tunable(function: Any, **options: Any) -> Any:
+    if isinstance(function, (staticmethod, classmethod)):
+        return type(function)(_made(function.__func__, **options))
+    return _made(function, **options)
 
 
 def _made(
     function: Any,
     *,
     module: str,
-    space: Any = None,
-    reference: Callable[..., Any] | None = None,
-    constraint: Any = (),
-    heuristic: Any = None,
-    name: str | None = None,
-    version: str = "1",
-    make_inputs: Callable[..., Any] | None = None,
-    backward: Any = None,
-    **values: Any,
+    space: Any,
+    reference: Any,
+    constraint: Any,
+    heuristic: Any,
+    name: str | None,
+    version: str,
+    make_inputs: Any,
+    backward: Any,
+    values: dict[str, Any],
 ) -> Any:
     if not callable(function) or isinstance(function, (Kernel, type)):
         raise TypeError(f"tunable: {function!r} is no function that could be tuned")
-    named = function.func if isinstance(function, functools.partial) else function
-    title = name or getattr(named, "__name__", None) or type(function).__name__
+    if _returns_no_arrays(function):
+        raise TypeError(f"tunable: {function!r} is a generator or asynchronous; JAX traces neither")
+    title = name or _title(function)
     if title == "<lambda>":
         raise TypeError("tunable: a lambda has no name for stores and labels; give it one: name=…")
     points = _Points(f"tunable({title})", function, space, values, constraint, heuristic)
     config = points.config_class(title, module)
     # The kernel jits it, with the config built in: a `jit` inside would trace the config.
-    plain = function.__wrapped__ if hasattr(function, "lower") else function
+    plain = function
+    while hasattr(plain, "lower") and hasattr(plain, "__wrapped__"):
+        plain = plain.__wrapped__
 
     def run(*args: Any, cfg: Any, **kwargs: Any) -> Any:
-        return plain(*args, **kwargs, **_keywords(cfg))
+        try:
+            return plain(*args, **kwargs, **_keywords(cfg))
+        except TypeError as error:
+            _explain_traced_options(error, title, points.signature, args)
+            raise
 
-    parameters = [p for p in points.parameters.values() if p.name not in points.names]
-    run.__signature__ = points.signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__signature__ = points.call_signature  # type: ignore[attr-defined]
     passes = _passes(f"tunable({title})", run, backward)
     namespace: dict[str, Any] = {
         "__module__": module,
@@ -220,6 +300,7 @@ def _made(
         "function": staticmethod(plain),
         "Config": config,
         "_signature": points.signature,
+        "_call_signature": points.call_signature,
     }
     # The gradient is here only to be read: with another one, entries are stale.
     rules = backward if isinstance(backward, tuple) else (backward,)
@@ -228,8 +309,62 @@ def _made(
     for key, given in written.items():
         if given is not None:
             namespace[key] = staticmethod(given)
+    _warn_of_namesake(f"{title}@v{version}", function)
     kernel = type(title, (Tunable,), namespace)(name=title, version=version)
-    return functools.update_wrapper(kernel, function)
+    # Without the function's attributes: one called `version` would be taken for the kernel's.
+    return functools.update_wrapper(kernel, function, updated=())
+
+
+def _title(function: Any) -> str:
+    """The function's name, with that of its class: `Layer.attend`."""
+    named = function.func if isinstance(function, functools.partial) else function
+    qualified: str = getattr(named, "__qualname__", "") or type(named).__name__
+    return qualified.rpartition("<locals>.")[2]
+
+
+def _returns_no_arrays(function: Any) -> bool:
+    kinds = (
+        inspect.isgeneratorfunction,
+        inspect.iscoroutinefunction,
+        inspect.isasyncgenfunction,
+    )
+    return any(is_of_kind(inspect.unwrap(function)) for is_of_kind in kinds)
+
+
+def _warn_of_namesake(full_op_id: str, function: Any) -> None:
+    """Two functions under one name would overwrite each other's stored configs."""
+    other = kernel_named(full_op_id)
+    if not isinstance(other, Tunable):
+        return
+    first, second = (
+        f"{getattr(owner, '__module__', '')}.{getattr(owner, '__qualname__', '<locals>')}"
+        for owner in (other, function)
+    )
+    if first != second and "<locals>" not in first + second:
+        warnings.warn(
+            f"two tunable functions are called {full_op_id}: {first} and {second}. Their stored "
+            "configs overwrite each other; give one of them a name of its own: tunable(name=…)",
+            stacklevel=4,
+        )
+
+
+def _explain_traced_options(
+    error: TypeError, title: str, signature: inspect.Signature, args: tuple[Any, ...]
+) -> None:
+    """Python values that are given by position are traced; a function may not expect that."""
+    names = [p.name for p in signature.parameters.values() if p.kind in _BY_POSITION]
+    traced = [
+        name
+        for name, arg in zip(names, args, strict=False)
+        if isinstance(arg, jax.core.Tracer)
+        and not arg.ndim
+        and (arg.weak_type or arg.dtype == bool)
+    ]
+    if traced:
+        error.add_note(
+            f"{title}: {', '.join(traced)} was given by position, where Python values are traced "
+            f"like arrays. Give options by keyword: {', '.join(f'{name}=…' for name in traced)}"
+        )
 
 
 class _Points:
@@ -268,6 +403,8 @@ class _Points:
             )
         for name in self.names:
             self._check_parameter(name)
+        self.call_signature = self._without_config()
+        self._hints = _type_hints(function)
         self.values = {name: self._checked_values(name, given) for name, given in values.items()}
         self.constraints = [self._asking("constraint", c, self.names) for c in constraints]
         if heuristic is not None and not isinstance(heuristic, Mapping):
@@ -277,10 +414,15 @@ class _Points:
     # --- what is refused -------------------------------------------------------------------------
 
     def _check_parameter(self, name: str) -> None:
-        if name in _RESERVED:
+        if name in ("cfg", "implementation"):
             raise TypeError(
-                f"{self.where}: a tunable parameter cannot be named {name!r}, which every call or "
-                "config class has already"
+                f"{self.where}: a call gives {_RESERVED[name]} as {name}=; the parameter needs "
+                "another name"
+            )
+        if name in _METHODS:
+            raise TypeError(
+                f"{self.where}: a tunable parameter cannot be named {name!r}, which every config "
+                "class has already"
             )
         parameter = self.parameters.get(name)
         takes_any = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
@@ -300,16 +442,25 @@ class _Points:
                 f"{self.where}: {name}={values!r} must be a list of values, or a function that "
                 "gives one"
             )
-        try:
-            distinct = list(dict.fromkeys(values))
-        except TypeError:
-            raise TypeError(
-                f"{self.where}: {name}={values!r} holds a value that cannot be hashed; give tuples "
-                "instead of lists"
-            ) from None
+        listed = np.asarray(values).tolist() if is_array(values) else values
+        distinct: dict[Any, Any] = {}
+        for value in map(_plain_number, listed):
+            self._check_value(name, value)
+            distinct.setdefault((type(value), value), value)  # 1 and True are equal, not the same
         if not distinct:
             raise ValueError(f"{self.where}: {name}=[] has no values to try")
-        return distinct
+        return list(distinct.values())
+
+    def _check_value(self, name: str, value: Any) -> None:
+        try:
+            hash(value)
+            to_plain(value)
+        except TypeError:
+            raise TypeError(
+                f"{self.where}: {name}={value!r} ({type(value).__name__}) cannot be the value of a "
+                "config, which is hashed and stored; use numbers, strings, None, dtypes, enums, "
+                "tuples or frozen dataclasses (for a function its name)"
+            ) from None
 
     def _asking(self, what: str, function: Any, more: Iterable[str] = ()) -> Callable[..., Any]:
         """A function that takes what it names: arguments of the call, `inv`, and `more`."""
@@ -326,11 +477,28 @@ class _Points:
         names = [p.name for p in wanted if p.name in known]
         return lambda known: function(**{name: known[name] for name in names if name in known})
 
+    def _without_config(self) -> inspect.Signature:
+        """The signature of a call that leaves the config out.
+
+        What stands after a tunable parameter has no position in such a call.
+        """
+        parameters, by_position = [], True
+        for parameter in self.parameters.values():
+            if parameter.name in self.names:
+                by_position = by_position and parameter.kind not in _BY_POSITION
+            elif by_position or parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+                parameters.append(parameter)
+            else:
+                parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
+        ordered = sorted(parameters, key=lambda parameter: parameter.kind)
+        return self.signature.replace(parameters=ordered)
+
     # --- what a config class is made of ----------------------------------------------------------
 
     def config_class(self, title: str, module: str) -> Any:
         """A frozen dataclass with a field for each tunable parameter."""
-        name = "".join(part[:1].upper() + part[1:] for part in title.split("_")) + "Config"
+        parts = re.split(r"\W|_", title)
+        name = "".join(part[:1].upper() + part[1:] for part in parts) + "Config"
         fields = [(name, self._type_of(name)) for name in self.names]
         namespace = {
             "heuristic": classmethod(lambda cls, inv: cls(**self.heuristic(inv))),
@@ -344,10 +512,11 @@ class _Points:
     def _type_of(self, name: str) -> Any:
         """What the values of a parameter are, so that a stored one is read back as it was."""
         values = self.values[name]
+        if callable(values):
+            return self._hints.get(name, Any)
         default = self.parameters[name].default if name in self.parameters else _MISSING
-        known = [] if callable(values) else [*values, *([default] if default != _MISSING else [])]
-        kinds = {type(value) for value in known}
-        return functools.reduce(operator.or_, kinds) if kinds else Any
+        known = [*values, *([] if default is _MISSING else [_plain_number(default)])]
+        return functools.reduce(operator.or_, dict.fromkeys(map(_type_of_value, known)))
 
     def heuristic(self, inv: Invocation[Any, Any]) -> dict[str, Any]:
         """The defaults; where a constraint excludes them, the first combination that is allowed."""
@@ -366,7 +535,7 @@ class _Points:
 
     def _default(self, name: str, known: dict[str, Any]) -> Any:
         default = self.parameters[name].default if name in self.parameters else _MISSING
-        return self._listed(name, known)[0] if default is _MISSING else default
+        return self._listed(name, known)[0] if default is _MISSING else _plain_number(default)
 
     def _listed(self, name: str, known: dict[str, Any]) -> list[Any]:
         values: Any = self.values[name]
@@ -403,8 +572,32 @@ class _Points:
 
 
 _MISSING = inspect.Parameter.empty
-_RESERVED = ("cfg", "implementation", "heuristic", "space", "unfit")
+_METHODS = ("heuristic", "space", "unfit")
 _BY_KEYWORD = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+_RESERVED = {"cfg": "its whole config", "implementation": "the implementation to run"}
+
+
+def _plain_number(value: Any) -> Any:
+    """A number of NumPy as Python's: a config that was stored is read back with those."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _type_of_value(value: Any) -> Any:
+    """The type of a value, with the classes that its tuples hold: those are rebuilt by name."""
+    if not isinstance(value, tuple) or type(value) is not tuple or not value:
+        return type(value)
+    inside = functools.reduce(operator.or_, dict.fromkeys(map(_type_of_value, value)))
+    return tuple[inside, ...]  # type: ignore[valid-type]
+
+
+def _type_hints(function: Any) -> dict[str, Any]:
+    """The annotations of a function, where they can be read."""
+    try:
+        return get_type_hints(inspect.unwrap(function))
+    except (NameError, TypeError, AttributeError):  # written for a type checker alone
+        return {}
 
 
 def _keywords(cfg: Any) -> dict[str, Any]:

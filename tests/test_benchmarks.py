@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import random
 import re
@@ -15,6 +16,7 @@ import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
+from benchmarks import charts, results
 from benchmarks.ops import run_bound
 from benchmarks.reference_times import ReferenceTimes
 from benchmarks.side_by_side import (
@@ -194,3 +196,28 @@ def test_memory_that_the_compiler_does_not_see_is_counted():
     row = run_bound("none", counted)
     assert row["verdict"] == "missed"
     assert 38 <= row["ours_ms"] < 60  # the system counts by and by
+
+
+def test_a_chart_has_a_mark_for_each_timed_row_and_escapes_names():
+    row = {
+        "operation": "op",
+        "name": "a <b>",
+        "peer": "jax",
+        "median": 0.5,
+        "quartiles": [0.4, 0.8],
+    }
+    drawn = charts.chart([row, {**row, "name": "tracing a"}, {**row, "peer": "torch"}], "op")
+    assert drawn.count("<g>") == 2
+    assert "a &lt;b&gt;: 2.00× (1.25–2.50) versus jax" in drawn
+
+
+def test_the_page_of_results_shows_the_kept_data():
+    rows = json.loads(results.DATA.read_text(encoding="utf-8"))["rows"]
+    page = results.PAGE.read_text(encoding="utf-8")
+    assert results.ops_table(rows) in page
+    for name in {row["operation"] for row in rows}:
+        mine = [row for row in rows if row["operation"] == name]
+        assert (results.CHARTS / f"{name}.svg").read_text("utf-8") == charts.chart(
+            mine, name
+        ) + "\n"
+        assert f"images/results/{name}.svg" in page

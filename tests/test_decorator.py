@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
+import functools
 import inspect
+import os
+import pathlib
 import pickle
 import subprocess
 import sys
@@ -27,9 +31,12 @@ from ejkernel.ops import (
     autotune_lowered,
     find_labels_in_lowered,
     overlay_cache,
+    policy_override,
     vmap_with_config,
 )
 from ejkernel.ops.utils.provenance import source_hash
+
+ROOT = pathlib.Path(__file__).parent.parent
 
 
 @tunable(block=[2, 4, 8])
@@ -55,6 +62,15 @@ class Layer:
 jax.tree_util.register_pytree_node(
     Layer, lambda layer: ((layer.weight,), None), lambda _, children: Layer(*children)
 )
+
+
+def generating(x, *, block=1):
+    yield x
+
+
+async def waiting(x, *, block=1):
+    return x
+
 
 x = jnp.arange(16.0)
 
@@ -343,9 +359,267 @@ def test_tuned_in_another_process_from_the_text_of_the_program(tmp_path):
     assert found.strip() == "['total@v1'] ()"
 
 
+class Mode(enum.Enum):
+    FAST = "fast"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    rows: int = 1
+    dtype: jnp.dtype | None = None
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [None, 3],
+        [1, True, 2.5, "a"],
+        [Mode.FAST, None],
+        [jnp.float32, jnp.dtype("bfloat16")],
+        [(1, 2), ((3,), 4), ()],
+        [Tile(2), Tile(4, jnp.dtype("float32"))],
+        [(Tile(2),), (Tile(4), Tile(2))],
+        np.array([2, 4]),
+        jnp.array([2, 4]),
+        (2**i for i in range(3)),
+    ],
+    ids=[
+        *("none", "scalars", "enum", "dtypes", "tuples", "dataclasses", "dataclasses in tuples"),
+        *("numpy array", "jax array", "generator"),
+    ],
+)
+def test_values_are_stored_and_read_as_they_were(values, tmp_path):
+    given = tunable(lambda x, *, v: x * 1.0, v=values, name="given")
+    inv, store = given.bind(x), PersistentCache(tmp_path)
+    for cfg in given.candidates(inv):
+        store.put(inv.key, cfg)
+        found = PersistentCache(tmp_path).get(inv.key)
+        assert found == cfg
+        assert type(found.v) is type(cfg.v)
+        np.testing.assert_array_equal(given(x, v=cfg.v), x)
+
+
+def test_values_that_a_function_lists_have_the_type_of_the_annotation(tmp_path):
+    @tunable(tile=lambda x: [Tile(1), Tile(x.size)])
+    def tiled(x, *, tile: Tile = Tile(2)):
+        return x * 1.0
+
+    inv = tiled.bind(x)
+    PersistentCache(tmp_path).put(inv.key, tiled.Config(Tile(16)))
+    assert PersistentCache(tmp_path).get(inv.key) == tiled.Config(Tile(16))
+
+
+def test_any_number_of_arguments_and_of_keywords():
+    @tunable(block=[1, 2])
+    def added(*xs, block=1, **named):
+        return sum(xs) + sum(named.values())
+
+    np.testing.assert_array_equal(added(x, x, bias=x), 3 * x)
+    np.testing.assert_array_equal(added(x, block=2, bias=1.0), x + 1)
+    taken = tunable(lambda x, **keywords: x * keywords["block"], block=[2, 4], name="taken")
+    np.testing.assert_array_equal(taken(x), 2 * x)
+
+
+def test_options_of_every_kind():
+    @tunable(block=[1, 2])
+    def f(x, bias=None, causal=False, *, dtype=jnp.float32, then=jnp.tanh, mode="a", block=1):
+        x = x if bias is None else x + bias
+        return then(x if causal else 2 * x).astype(dtype) * len(mode)
+
+    np.testing.assert_array_equal(f(x, causal=True, then=jnp.abs), x)
+    np.testing.assert_array_equal(f(x, x, then=jnp.abs, mode="ab", block=2), 8 * x)
+    assert f(x, None, dtype=jnp.bfloat16).dtype == jnp.bfloat16
+    with pytest.raises(TypeError) as error:
+        f(x, None, True)
+    assert "Give options by keyword: causal=…" in "".join(error.value.__notes__)
+
+
+def test_what_stands_after_a_tunable_parameter_is_given_by_keyword():
+    @tunable(block=[1, 2])
+    def f(x, block=1, bias=0.0):
+        return x + bias
+
+    np.testing.assert_array_equal(f(x, bias=x), 2 * x)
+    with pytest.raises(TypeError, match="argument 2 is block, which is tunable"):
+        f(x, 1, x)
+
+
+def test_jit_below_with_static_names():
+    @tunable(block=[1, 2])
+    @functools.partial(jax.jit, static_argnames=("times", "block"))
+    def f(x, times=3, *, block=1):
+        return jnp.tile(x, times)
+
+    assert f(x, times=2).shape == (32,)
+    assert f(x, times=2, block=2).shape == (32,)
+
+
+def test_custom_gradients_and_partials_of_somebody_else():
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+    def f(x, block=2):
+        return x * block
+
+    f.defvjp(lambda x, block: (f(x, block), None), lambda block, _, g: (100 * g,))
+    own = tunable(f, block=[2, 4])
+    np.testing.assert_array_equal(own(x, block=4), 4 * x)
+    np.testing.assert_array_equal(jax.grad(lambda x: own(x).sum())(x), 100 * np.ones(16))
+    half = tunable(
+        functools.partial(lambda scale, x, *, block=2: x * scale, 3.0), block=[2], name="h"
+    )
+    np.testing.assert_array_equal(half(x), 3 * x)
+
+
+class Holder:
+    def __init__(self, weight):
+        self.weight = weight
+
+    @tunable(block=[2, 4])
+    def scale(self, x, *, block=2):
+        return x * self.weight
+
+    @tunable(block=[2, 4])
+    @staticmethod
+    def static(x, *, block=2):
+        return x * block
+
+    @tunable(block=[2, 4])
+    @classmethod
+    def of_class(cls, x, *, block=2):
+        return x * block
+
+    @staticmethod
+    @tunable(block=[2, 4])
+    def inside(x, *, block=2):
+        return x * block
+
+
+def test_methods_are_tuned_as_methods():
+    layer = Layer(jnp.float32(3.0))
+    assert Layer.__call__.op_id == "Layer.__call__"
+    assert Holder.scale.Config.__name__ == "HolderScaleConfig"
+    bound = layer.__call__
+    assert bound.best(x) == Layer.__call__.Config(2)
+    assert "by heuristics" in bound.explain(x)
+    (entry,) = bound.tune(x, quiet=True, effort="quick")
+    assert entry.op_id == "Layer.__call__@v1"
+    assert "in the memory cache" in bound.explain(x)
+    np.testing.assert_array_equal(jax.jit(bound)(x), 3 * x)
+
+
+@pytest.mark.parametrize("name", ["static", "of_class", "inside"])
+def test_static_and_class_methods(name):
+    for owner in (Holder, Holder(1.0)):
+        np.testing.assert_array_equal(getattr(owner, name)(x), 2 * x)
+        np.testing.assert_array_equal(getattr(owner, name)(x, block=4), 4 * x)
+
+
+def test_an_object_that_is_no_pytree_is_named():
+    with pytest.raises(TypeError, match=r"Holder.scale: self=.*register its class as a pytree"):
+        Holder(1.0).scale(x)
+
+
+def test_attributes_of_the_function_are_not_those_of_the_kernel():
+    def f(x, *, block=1):
+        return x
+
+    f.version = 7
+    assert tunable(f, block=[1, 2]).full_op_id == "f@v1"
+
+
+def _defined(module, body, values="1, 2"):
+    code = f"@tunable(block=[{values}])\ndef cell(x, *, block=1):\n    return {body}\n"
+    names = {"tunable": tunable, "__name__": module}
+    exec(code, names)
+    return names["cell"]
+
+
+def test_a_function_that_is_defined_again_is_another_one():
+    first = _defined("__main__", "x * 1.0")
+    first.tune(x, quiet=True, effort="quick")
+    assert "in the memory cache" in first.explain(x)
+    again = _defined("__main__", "x * 10.0", "1, 2, 4")
+    assert "from an earlier definition" in again.explain(x)
+    np.testing.assert_array_equal(again(x), 10 * x)
+    again.tune(x, quiet=True, effort="quick")
+    assert "in the memory cache" in again.explain(x)
+    np.testing.assert_array_equal(again(x), 10 * x)
+    np.testing.assert_array_equal(first(x), x)
+
+
+def test_two_functions_of_one_name_are_told_of():
+    first = _defined("one", "x * 2.0")
+    with pytest.warns(UserWarning, match=r"called cell@v1: one.cell and two.cell"):
+        second = _defined("two", "x * 3.0")
+    first.tune(x, quiet=True, effort="quick")
+    np.testing.assert_array_equal(second(x), 3 * x)
+    np.testing.assert_array_equal(first(x), 2 * x)
+
+
+def test_on_a_mesh_and_in_float64():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("d")
+    for given in ({}, {"block": 2}):
+        mapped = jax.shard_map(
+            lambda x, given=given: total(x, **given)[None], mesh=mesh, in_specs=spec, out_specs=spec
+        )
+        np.testing.assert_array_equal(jax.jit(mapped)(x), [6.0, 22.0, 38.0, 54.0])
+    with jax.enable_x64(True):
+        assert total(jnp.arange(16.0)).dtype == jnp.float64
+
+
+def test_strict_mode_serves_what_was_tuned():
+    strict = tunable(lambda x, *, block=2, more=1: x * 1.0, block=[2], more=[1, 2], name="strict")
+    with policy_override(strict=True):
+        np.testing.assert_array_equal(strict(x, block=2, more=2), x)
+        for given in ({}, {"block": 2}):
+            with pytest.raises(RuntimeError, match="no config is stored for strict@v1"):
+                strict(x, **given)
+    strict.tune(x, quiet=True, effort="quick")
+    with policy_override(strict=True):
+        np.testing.assert_array_equal(strict(x), x)
+        np.testing.assert_array_equal(strict(x, block=2), x)
+
+
+def test_tuned_on_the_first_call_exported_and_served_by_another_process(tmp_path):
+    (tmp_path / "theirs.py").write_text(
+        "import jax.numpy as jnp\nfrom ejkernel import tunable\n\n"
+        "@tunable(block=[2, 4])\ndef total(x, *, block=2):\n"
+        "    return x.reshape(-1, block).sum()\n\nx = jnp.ones(16)\n"
+    )
+
+    def run(script, **variables):
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)]), **variables}
+        run = subprocess.run(
+            [sys.executable, *script], cwd=tmp_path, capture_output=True, text=True, env=env
+        )
+        assert run.returncode == 0, run.stderr
+        return run.stdout
+
+    call = ["-c", "from theirs import *; print(total.explain(x)); total(x)"]
+    store = {"EJKERNEL_CACHE_DIR": str(tmp_path / "store")}
+    run(call, EJKERNEL_AUTOTUNE="1", **store)
+    assert "chosen   by persistent" in run(call, EJKERNEL_STRICT="1", **store)
+    run(["-m", "ejkernel", "configs", "export", "tuned.json"], **store)
+    empty = {"EJKERNEL_CACHE_DIR": str(tmp_path / "empty"), "EJKERNEL_CONFIG_PATH": "tuned.json"}
+    assert "chosen   by bundle" in run(call, EJKERNEL_STRICT="1", **empty)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
+        (
+            lambda: tunable(block=[[1, 2]], name="f")(lambda x, *, block=1: x),
+            r"block=\[1, 2\] \(list\) cannot be the value",
+        ),
+        (
+            lambda: tunable(then=[jnp.tanh], name="f")(lambda x, *, then: x),
+            "then=.* cannot be the value of a config",
+        ),
+        (lambda: tunable(cfg=[1], name="f")(lambda x, *, cfg=1: x), "its whole config as cfg="),
+        (lambda: tunable(generating, block=[1]), "is a generator or asynchronous"),
+        (lambda: tunable(waiting, block=[1]), "is a generator or asynchronous"),
+        (lambda: total(), r"total\(\): missing a required argument: 'x'"),
+        (lambda: total.best(x, blokc=4), "unexpected keyword argument 'blokc'"),
         (lambda: tunable(name="f")(lambda x: x), "say which parameters are tunable"),
         (
             lambda: tunable(blokc=[1], name="f")(lambda x, *, block=1: x),
@@ -378,14 +652,14 @@ def test_tuned_in_another_process_from_the_text_of_the_program(tmp_path):
         ),
         (
             lambda: tunable(block=[[1], [2]], name="f")(lambda x, *, block=(1,): x),
-            r"block=\[\[1\], \[2\]\] holds a value that cannot be hashed",
+            r"block=\[1\] \(list\) cannot be the value of a config, which is hashed",
         ),
         *(
             (
                 lambda word=word: tunable({word: [1]}, name="f")(lambda x, **options: x),
                 f"cannot be named '{word}'",
             )
-            for word in ("cfg", "implementation", "heuristic", "space", "unfit")
+            for word in ("heuristic", "space", "unfit")
         ),
         (lambda: tunable(total, block=[1]), "no function that could be tuned"),
         (lambda: tunable({"block": [1]}, space={"block": [2]}), "given twice"),

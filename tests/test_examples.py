@@ -20,6 +20,16 @@ SAYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("linear_cross_entropy@v1", "of the step", "plain JAX", "default configs"),
     ),
     "serve_strictly": ((), ("(8, 512): served", "(3, 512): refused", "ejkernel tune")),
+    "tune_jax_kernels": (
+        (),
+        (
+            "nearest@v1",
+            "jax/flash_attention_tpu@v1",
+            "jax/splash_attention_tpu@v1",
+            "jax/attention_gpu@v1",
+            "jax/decode_attention_gpu@v1",
+        ),
+    ),
     "pallas_on_a_laptop": ((), ("equal to XLA's", "does not compile: The Pallas TPU lowering")),
 }
 ELSEWHERE = {"train_transformer": "tests/test_example_train_transformer.py"}

@@ -44,20 +44,36 @@ def shell(tmp_path):
     return run
 
 
-@pytest.mark.long
-def test_the_tutorial_word_for_word(shell):
-    for name, content in FILE.findall(TEXT):
+def _follow(shell, text):
+    """Save the files of a page and run its commands; what each of them printed."""
+    for name, content in FILE.findall(text):
         (shell.folder / name).write_text(content)
     said = []
-    for commands in COMMANDS.findall(TEXT):
+    for commands in COMMANDS.findall(text):
         done = shell(commands)
         assert done.returncode == 0, f"{commands}\n{done.stdout}\n{done.stderr}"
         said.append(done.stdout)
-    doctor, tune, seen, explained, shipped, used = said
+    return said
+
+
+@pytest.mark.long
+def test_the_tutorial_word_for_word(shell):
+    doctor, before, tune, seen, explained, shipped, used = _follow(shell, TEXT)
     assert "cpu" in doctor
-    assert "flash_attention@v1" in tune
-    assert "flash_attention@v1" in seen
+    assert "× faster" in before
+    assert "linear_attention@v1" in tune
+    assert "linear_attention@v1" in seen
     assert (shell.folder / "report.html").stat().st_size > 10_000
-    assert "flash_attention" in explained
+    assert "chunk=" in explained
     assert "tuned.json" in shipped
-    assert "['out', 'qkv']" in used
+    assert "(4096, 64)" in used
+
+
+def test_from_nothing_to_strict_mode_in_the_readme(shell):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (part,) = re.findall(r"(?ms)^## From nothing.*?(?=^## )", readme)
+    (said,) = _follow(shell, part)
+    assert "chosen   by persistent" in said
+    assert said.rstrip().endswith("65536.0")
+    written = [*FILE.findall(part)[0][1].splitlines(), *COMMANDS.findall(part)[0].splitlines()]
+    assert len([line for line in written if line.strip()]) < 15
