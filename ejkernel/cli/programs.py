@@ -133,8 +133,5 @@ def stored_result(
             skipped.append(Skipped(label(key.op_id, key.call_key), "nothing is stored for it"))
             continue
         about = decision.about if isinstance(decision.about, dict) else {}
-        times = (about.get("seconds"), about.get("heuristic_seconds"))
-        entries.append(
-            Entry(key.op_id, key.call_key, decision.cfg, inv.signature, *times, decision.reason)
-        )
+        entries.append(Entry.of(key, decision.cfg, inv.signature, about, decision.reason))
     return AutotuningResult(device_fingerprint(), entries, skipped)

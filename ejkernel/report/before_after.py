@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ..ops import AutotuningResult, overlay_cache
 from ..ops.core.types import ConfigKey
 from ..ops.registry import find_invocation
-from .collect import gain_of
+from ..speedup import gain_of
 from .record import BeforeAfter
 
 LEAST_ROUNDS = 3

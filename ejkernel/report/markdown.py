@@ -16,7 +16,6 @@ from .formatting import (
     how_sure,
     interval,
     shortened,
-    speedup,
     time_spent,
     times,
 )
@@ -78,8 +77,10 @@ def _overview(operations: Sequence[Operation]) -> list[str]:
         (
             escaped(operation.op_id),
             escaped(shortened(operation.signature) or operation.call_key),
+            duration(None if (plain := operation.plain) is None else plain.seconds),
             duration(operation.heuristic_seconds),
             duration(operation.seconds),
+            "–" if plain is None else plain.faster(operation.seconds),
             times(gain.times) if (gain := operation.gain) else "–",
             interval(gain) if gain and not operation.heuristic_stays else "–",
             how_sure(operation).word,
@@ -87,8 +88,11 @@ def _overview(operations: Sequence[Operation]) -> list[str]:
         )
         for operation in operations
     ]
-    header = ("operation", "call", "before", "after", "speedup", "between", "how sure", "config")
-    return table(header, rows, right=(2, 3, 4))
+    header = (
+        *("operation", "call", "plain JAX", "default config", "tuned"),
+        *("over plain", "over default", "between", "how sure", "config"),
+    )
+    return table(header, rows, right=(2, 3, 4, 5, 6))
 
 
 def _operation(operation: Operation) -> list[str]:
@@ -99,8 +103,12 @@ def _operation(operation: Operation) -> list[str]:
     rejected = operation.with_verdict(*REJECTED)
     lines = [f"### {escaped(operation.op_id)}({escaped(shortened(operation.signature))})", ""]
     lines += [escaped(how_sure(operation).sentence), ""]
+    if operation.plain is not None:
+        words = operation.plain.sentence(operation.seconds, duration)
+        lines += [escaped(f"{words[:1].upper()}{words[1:]}."), ""]
     rows = [_row(operation, candidate, names) for candidate in measured[:SHOWN]]
-    lines += table(("config", "time", "speedup", "fastest to slowest", ""), rows, right=(1, 2, 3))
+    header = ("config", "time", "speedup", "interval", "samples", "")
+    lines += table(header, rows, right=(1, 2, 3, 4))
     if len(measured) > SHOWN:
         lines += ["", f"… and {len(measured) - SHOWN} more that were measured."]
     if rejected:
@@ -119,7 +127,7 @@ def _row(operation: Operation, candidate: Candidate, names: Sequence[str]) -> tu
     return (
         escaped(described(candidate.config, names)),
         duration(candidate.seconds),
-        speedup(operation.heuristic_seconds, candidate.seconds),
+        *operation.against_heuristic(candidate),
         f"{duration(min(samples))} to {duration(max(samples))}" if samples else "–",
         ", ".join(mark for mark, config in marks if candidate.config == config),
     )

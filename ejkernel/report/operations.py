@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..markup import Markup, tag
 from .formatting import REJECTED, counted, described, duration, how_sure, rounded, shortened
@@ -37,6 +38,7 @@ def operation_card(operation: Operation, name: str, is_open: bool) -> Markup:
         ("time per call", duration(operation.seconds)),
         ("heuristic", tag("code", described(operation.heuristic)) if operation.heuristic else "–"),
         ("its time", duration(operation.heuristic_seconds)),
+        *_plain_facts(operation),
     )
     unknown = (
         "The candidates of this operation are not in the record: it was tuned in an earlier run. "
@@ -60,6 +62,15 @@ def operation_card(operation: Operation, name: str, is_open: bool) -> Markup:
         id=name,
         open=is_open,
     )
+
+
+def _plain_facts(operation: Operation) -> list[tuple[str, Any]]:
+    """Plain JAX, if it was timed: what the operation itself is worth."""
+    plain = operation.plain
+    if plain is None:
+        return []
+    words = plain.sentence(operation.seconds, duration).removeprefix("plain JAX").lstrip(": ")
+    return [("plain JAX", words)]
 
 
 def _plot(operation: Operation, name: str) -> Markup:

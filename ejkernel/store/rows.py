@@ -37,7 +37,8 @@ _COLUMNS: dict[str, type] = {
 _KINDS: dict[str, type] = {
     **_COLUMNS,
     **{"clock": str, "target": str, "took": float, "tried": int},
-    **dict.fromkeys(("trials", "ranked", "refused", "notes"), list),
+    **dict.fromkeys(("trials", "ranked", "refused", "notes", "speedup"), list),
+    "plain": dict,
 }
 
 

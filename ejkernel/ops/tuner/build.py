@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,11 @@ class TuningTask:
       guard: a context manager made for each candidate, entered around its first run.
       measured: what the functions compute, for the report.
       notes: remarks that go with the outcome.
+      plain: the same in plain JAX, as users would write it; it is timed, never chosen. One that
+        raises `NotImplementedError` when traced cannot express the call, and the reference is
+        timed instead, as it is without one.
+      plain_name: what that function is called.
+      reference_name: what the reference is called.
     """
 
     name: str
@@ -55,6 +61,9 @@ class TuningTask:
     guard: Callable[[Any], Any] = contextlib.nullcontext
     measured: str = "forward"
     notes: tuple[str, ...] = ()
+    plain: Function | None = None
+    plain_name: str = "plain"
+    reference_name: str = "reference"
 
 
 class Builder:
@@ -71,6 +80,7 @@ class Builder:
     ) -> None:
         self.bench = bench
         self.reference: Any = None
+        self.reference_seconds = 0.0  # of the reference's first run
         self.refused: dict[str, Trial[Any]] = {}
         self.duplicates: dict[str, str] = {}  # config -> the earlier config with the same program
         self.compilations = 0
@@ -106,7 +116,9 @@ class Builder:
     def use_as_reference(self, function: Function) -> None:
         """Make a function's output the reference that all candidates are compared with."""
         handle = self.bench.compile(self.bench.lower(function))
+        start = time.monotonic()
         self.bench.run(handle)
+        self.reference_seconds = time.monotonic() - start
         self.trust(handle)
 
     def trust(self, handle: Any) -> None:
