@@ -75,6 +75,11 @@ class PlainJax:
     more_than: float | None = None
     reason: str = ""
 
+    def __post_init__(self) -> None:
+        for value in (self.seconds, self.more_than):
+            if value is not None and math.isfinite(value) and not 1e-15 <= value <= 1e12:
+                raise ValueError(f"PlainJax: {value!r} is no time in seconds, and no factor")
+
     def faster(self, tuned: float | None) -> str:
         """How many times faster the tuned config is, whose time this is: `2.10×`, `> 20×`.
 
@@ -92,7 +97,7 @@ class PlainJax:
         time = "not timed" if self.seconds is None else duration(self.seconds)
         words = f"plain JAX{f' ({self.name})' if self.name else ''}: {time}"
         if (factor := self.faster(tuned)) != "–":
-            words += f"; tuned is {factor} faster"
+            words += f"; speedup of tuned {factor}"
             if self.speedup is not None and self.speedup.high > 0:
                 words += f" ({interval(self.speedup)})"
         return f"{words}; {self.reason}" if self.reason else words

@@ -110,16 +110,21 @@ def answer(
         (
             operation.op_id,
             operation.signature or operation.call_key,
+            duration(None if (plain := operation.plain) is None else plain.seconds),
             duration(operation.heuristic_seconds),
             duration(operation.seconds),
+            "–" if plain is None else plain.faster(operation.seconds),
             speedup(operation.heuristic_seconds, operation.seconds),
             described(operation.config),
             "interrupted" if operation.incomplete else "",
         )
         for operation in run.operations
     ]
-    header = ("operation", "call", "heuristic", "tuned", "speedup", "config", "")
-    shown: list[Any] = [table(header, rows, right=(2, 3, 4))]
+    header = (
+        *("operation", "call", "plain JAX", "default", "tuned"),
+        *("over plain", "over default", "config", ""),
+    )
+    shown: list[Any] = [table(header, rows, right=(2, 3, 4, 5, 6))]
     shown += [f"not tuned: {skip.label}: {one_line(skip.reason)}" for skip in result.skipped]
     if run.model is not None:
         gain, rounds = run.model.gain, len(run.model.before)
@@ -154,6 +159,8 @@ def answer(
             "config",
             "seconds",
             "heuristic_seconds",
+            "gain",
+            "plain",
             "incomplete",
             "origin",
         ),

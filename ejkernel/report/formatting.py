@@ -191,8 +191,8 @@ def headline(run: Run) -> Headline:
 
 
 def _of_model(model: BeforeAfter) -> Headline:
-    before, after = statistics.median(model.before), statistics.median(model.after)
-    gain = model.gain
+    gain, before = model.gain, statistics.median(model.before)
+    after = before / gain.times if gain.times else before
     known = gain.high > 0
     title = _faster_title(gain.times, model.what)
     if not known:

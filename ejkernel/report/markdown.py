@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 
 from ..markup import escaped_markdown as escaped
@@ -62,11 +61,13 @@ def page(run: Run) -> str:
 
 def _model(model: BeforeAfter) -> list[str]:
     rows = [
-        (name, *(duration(figure(samples)) for figure in (min, statistics.median_high, max)))
+        (name, *(duration(figure(samples)) for figure in (min, max)))
         for name, samples in (("before", model.before), ("after", model.after))
     ]
     lines = ["## The whole model", "", escaped(model.what), ""]
-    lines += table(("", "fastest", "median", "slowest"), rows, right=(1, 2, 3))
+    lines += table(("", "fastest", "slowest"), rows, right=(1, 2))
+    known = f", between {interval(model.gain, 'and')}" if model.gain.high > 0 else ""
+    lines += ["", f"Speedup {times(model.gain.times)}{known}, within rounds."]
     if model.difference is not None:
         lines += ["", f"Largest difference of the outputs: {model.difference:.1e} of their size."]
     return [*lines, *(f"\n{escaped(note)}" for note in model.notes), ""]

@@ -6,6 +6,7 @@ import dataclasses
 import random
 
 from ejkernel.report import BeforeAfter, Candidate, Gain, NotTuned, Operation, Run
+from ejkernel.speedup import PlainJax
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -41,7 +42,11 @@ def attention() -> Operation:
                 candidates.append(Candidate(blocks(q, kv), "wrong", reason="3 of 64 differ"))
             else:
                 taken = samples(seconds, 12, 10 * i + j)
-                candidates.append(Candidate(blocks(q, kv), "measured", seconds * 1.03, taken))
+                factor = 0.0074 / (seconds * 1.03)
+                gain = Gain(factor, 0.95 * factor, 1.06 * factor)
+                candidates.append(
+                    Candidate(blocks(q, kv), "measured", seconds * 1.03, taken, speedup=gain)
+                )
     candidates.append(Candidate(blocks(64, 64, 512), "duplicate", 0.0064, reason="as fwd(64, 64)"))
     candidates.append(Candidate(blocks(128, 64, 512), "not tried", reason="not proposed"))
     return Operation(
@@ -61,6 +66,7 @@ def attention() -> Operation:
         origin="measured 14 of 18 candidates",
         versions={"jax": "0.10.2"},
         candidates=tuple(candidates),
+        plain=PlainJax("dot_product_attention", 0.00412 * 2.1, Gain(2.1, 1.9, 2.4)),
     )
 
 
@@ -120,7 +126,7 @@ def hostile_run() -> Run:
             config={text: text}, heuristic={"a": text}, measured=text, clock=text, origin=text,
             when=text, where=text,
             versions={"jax": text, text: text}, notes=(text,), incomplete=text if i % 2 else "",
-            sure=False, candidates=candidates,
+            sure=False, candidates=candidates, plain=PlainJax(text, 1e-3, reason=text),
         )
         for i, text in enumerate(HOSTILE)
     )  # fmt: skip

@@ -125,11 +125,11 @@ class Outcome(Displayed, Generic[Cfg]):
         if self.heuristic is not None and self.best == self.heuristic:
             text += ", the heuristic config stays"
         elif self.speedup is not None:
-            text += f", {times(self.speedup)} faster than the heuristic config"
+            text += f", speedup {times(self.speedup)} over the heuristic config"
             if self.gain is not None and self.gain.high > self.gain.low:
                 text += f" ({interval(self.gain)})"
         if self.plain is not None and (factor := self.plain.faster(best)) != "–":
-            text += f", {factor} faster than plain JAX"
+            text += f", speedup {factor} over plain JAX"
         if self.incomplete:
             text += f"; incomplete: {self.incomplete}"
         return "; ".join((text, *self.notes))

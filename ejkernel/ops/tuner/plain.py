@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ...speedup import PlainJax, gain_of
+from ...speedup import Gain, PlainJax, gain_of
 from .bench import Bench, CandidateError
 from .build import Builder, TuningTask, reason_of
 from .clock import typical
-from .search.effort import PATIENCE
 
 ROUNDS = (3, 9)  # fewest and most
+DOUBTFUL = 2  # times the usual limit of time, if it is still in doubt what is faster
 LONGEST = 10.0  # seconds of one run; what takes longer is not run again
 TOO_SLOW = 20.0  # times as long as the heuristic config; likewise
 SHORT = 1.0  # seconds; one run of a program says little about one that is shorter
@@ -42,11 +42,11 @@ def time_plain(
       warmup: runs before the first sample.
       winner: the handle that runs in the same rounds; None if it was measured in an earlier run.
       heuristic: seconds of the heuristic config.
-      limit: seconds after which no further round begins, beyond the fewest; as in a race, a result
-        that is still in doubt may take `PATIENCE` times as long.
+      limit: seconds after which no further round begins, beyond the fewest; a result that is
+        still in doubt may take twice as long.
       out_of_time: true if no time is left.
     """
-    name, start = task.plain_name, time.monotonic()
+    name = task.plain_name
     try:
         built = None
         if task.plain is not None:
@@ -66,18 +66,20 @@ def time_plain(
         bench.warm_up(handle, warmup)
         mine: list[float] = []
         others: list[float] = []
+        start = time.monotonic()
         for done in range(ROUNDS[1]):
             if done >= ROUNDS[0]:
-                in_doubt = bool(others) and not gain_of(mine, others).is_real
+                in_doubt = bool(others) and _in_doubt(gain_of(mine, others))
                 took = time.monotonic() - start
-                if out_of_time() or took > (PATIENCE if in_doubt else 1) * limit:
+                if out_of_time() or took > (DOUBTFUL if in_doubt else 1) * limit:
                     break
             # The second of two programs reads what the first left in the caches: they take turns.
             for samples, program in ((mine, handle), (others, winner))[:: -1 if done % 2 else 1]:
                 if program is not None:
                     samples.append(bench.sample(program))
             # A single short sample may have met a burst of load; a long one is not to be repeated.
-            if min(mine) > TOO_SLOW * heuristic and (done or mine[0] > SHORT):
+            fewest = min(mine[i] / (others[i] if others else heuristic) for i in range(len(mine)))
+            if min(mine) > TOO_SLOW * heuristic and fewest > TOO_SLOW and (done or mine[0] > SHORT):
                 return _too_slow(name, min(mine))
         return PlainJax(name, typical(mine), gain_of(mine, others) if others else None)
     except Exception as error:  # noqa: BLE001  stored as data: the race is decided already
@@ -102,6 +104,11 @@ def _built(bench: Bench, task: TuningTask, builder: Builder) -> tuple[Any, float
             raise CandidateError(f"it computes something else than the kernel: {difference}")
     bench.forget(handle)
     return handle, seconds
+
+
+def _in_doubt(gain: Gain) -> bool:
+    """True if more rounds would say more: which is faster, or roughly by how much."""
+    return not gain.is_real or gain.high > 1.5 * gain.low
 
 
 def _too_slow(name: str, seconds: float) -> PlainJax:

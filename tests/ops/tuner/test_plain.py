@@ -68,6 +68,14 @@ def with_plain(plain=None, reference=the_reference):
     return type("AddOnePlainly", (AddOne,), methods)()
 
 
+@pytest.fixture
+def patient(monkeypatch):
+    """On a busy machine anything may seem to be too slow."""
+    monkeypatch.setattr(plain_module, "TOO_SLOW", 1e9)
+    monkeypatch.setattr(plain_module, "LONGEST", 1e9)
+
+
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("isolation", ["none", "process"])
 def test_the_reference_is_timed_with_the_winner(isolation):
     outcome = tune(with_plain(reference=slowly(3)), isolation=isolation)
@@ -77,7 +85,7 @@ def test_the_reference_is_timed_with_the_winner(isolation):
     assert plain.speedup.low <= plain.speedup.times <= plain.speedup.high
     tuned = outcome.seconds(outcome.best)
     assert plain.seconds == pytest.approx(tuned * plain.speedup.times)  # never a contradiction
-    assert "faster than plain JAX" in outcome.summary()
+    assert "over plain JAX" in outcome.summary()
     assert "plain JAX (add_one)" in outcome.explain()
     assert len(outcome.trials) == 2  # it is no candidate
 
@@ -150,7 +158,7 @@ def test_one_that_is_far_slower_is_stopped(isolation):
     assert plain.faster(None) == "> 20×"
     assert "more than 20 times as long" in plain.reason
     assert plain.seconds > 20 * outcome.seconds(outcome.heuristic)
-    assert "> 20× faster than plain JAX" in outcome.summary()
+    assert "speedup > 20× over plain JAX" in outcome.summary()
 
 
 def test_one_run_beyond_the_limit_is_the_last(monkeypatch):
@@ -168,6 +176,7 @@ def test_it_is_not_timed_when_the_time_is_spent(monkeypatch):
     assert outcome.plain is None or outcome.plain.reason == "no time was left to time it"
 
 
+@pytest.mark.usefixtures("patient")
 def test_it_takes_a_bounded_number_of_samples(monkeypatch):
     taken = []
     original = plain_module.gain_of
@@ -204,6 +213,7 @@ def selector(folder):
     )
 
 
+@pytest.mark.usefixtures("patient")
 def test_it_is_stored_exported_and_read_back(tmp_path):
     kernel = with_plain(slowly(3))
     first = autotune(lambda x: kernel(x), X, selector=selector(tmp_path / "store"))
