@@ -78,8 +78,8 @@ def time_plain(
                 if program is not None:
                     samples.append(bench.sample(program))
             # A single short sample may have met a burst of load; a long one is not to be repeated.
-            fewest = min(mine[i] / (others[i] if others else heuristic) for i in range(len(mine)))
-            if min(mine) > TOO_SLOW * heuristic and fewest > TOO_SLOW and (done or mine[0] > SHORT):
+            factor = gain_of(mine, others or [heuristic] * len(mine)).times
+            if min(factor, min(mine) / heuristic) > TOO_SLOW and (done or mine[0] > SHORT):
                 return _too_slow(name, min(mine))
         return PlainJax(name, typical(mine), gain_of(mine, others) if others else None)
     except Exception as error:  # noqa: BLE001  stored as data: the race is decided already

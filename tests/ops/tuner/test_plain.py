@@ -152,7 +152,7 @@ def test_one_that_cannot_be_differentiated_says_so():
 
 @pytest.mark.parametrize("isolation", ["none", "process"])
 def test_one_that_is_far_slower_is_stopped(isolation):
-    outcome = tune(with_plain(slowly(300)), isolation=isolation)
+    outcome = tune(with_plain(slowly(10_000)), isolation=isolation)
     plain = outcome.plain
     assert plain.more_than == 20.0
     assert plain.faster(None) == "> 20×"
