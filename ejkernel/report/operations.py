@@ -69,8 +69,8 @@ def _plain_facts(operation: Operation) -> list[tuple[str, Any]]:
     plain = operation.plain
     if plain is None:
         return []
-    words = plain.sentence(operation.seconds, duration).removeprefix("plain JAX").lstrip(": ")
-    return [("plain JAX", words)]
+    name = f"plain JAX: {plain.name}" if plain.name else "plain JAX"
+    return [(name, plain.sentence(operation.seconds, duration).partition(": ")[2])]
 
 
 def _plot(operation: Operation, name: str) -> Markup:

@@ -147,7 +147,7 @@ def _row(
 def _speedup_cell(operation: Operation, candidate: Candidate) -> Markup:
     """The speedup over the heuristic config that decided in the race, with its interval."""
     factor, between = operation.against_heuristic(candidate)
-    return joined([factor, tag("small", between) if between else None])
+    return joined([factor, *(tag("small", line) for line in filter(None, between.split(", ")))])
 
 
 def _tip(operation: Operation, candidate: Candidate) -> str:
