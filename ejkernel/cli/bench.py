@@ -1,4 +1,4 @@
-"""`ejkernel bench`: a function with its heuristic configs and with the stored ones, interleaved."""
+"""`ejkernel bench`: the stored configs of a function against its heuristic ones or plain JAX."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import click
 
 from ..report.formatting import described, duration, interval, times
 from . import options
+from .bench_plain import against_plain
 from .exits import Exit, Failure
 from .loading import import_modules, load
 from .output import State, fields_of, table
@@ -23,6 +24,13 @@ from .stores import open_place
 @click.option(
     "--seconds", type=float, default=60.0, show_default=True, help="Begin no round after this time."
 )
+@click.option(
+    "--against",
+    type=click.Choice(["heuristic", "plain"]),
+    default="heuristic",
+    show_default=True,
+    help="Compare with the heuristic configs (the whole function), or with plain JAX (each call).",
+)
 @options.imports
 @options.with_state
 def bench(
@@ -31,12 +39,14 @@ def bench(
     source: str | None,
     rounds: int,
     seconds: float,
+    against: str,
     modules: tuple[str, ...],
 ) -> int:
     """Run a function with heuristic configs and with the stored ones, interleaved, and compare.
 
-    MODULE:FUNCTION is what `ejkernel tune` takes. Nothing is tuned and nothing is stored. Ends with
-    1 if nothing is stored for any of its operations.
+    MODULE:FUNCTION is what `ejkernel tune` takes. With `--against plain`, each of its operations
+    runs by itself: in plain JAX, with its heuristic config and with the stored one. Nothing is
+    tuned and nothing is stored. Ends with 1 if nothing is stored for any of its operations.
     """
     if rounds < 1:
         raise click.UsageError(f"--rounds {rounds} must be 1 or more")
@@ -53,15 +63,20 @@ def bench(
     subject = load(name)
     found = operations_of(subject.lower(), name)
     selector = ConfigSelectorChain(ConfigCache(), persistent=place.store)
-    result = stored_result(selector, invocations_of(found))
+    invocations = invocations_of(found)
+    result = stored_result(selector, invocations)
     if not result.entries:
         raise Failure(
             f"nothing is stored for the operations of {name} in {place.shown}, so there is nothing "
             f"to compare; run `ejkernel tune {name}` first",
             Exit.NOT_WELL,
         )
+    if against == "plain":
+        against_plain(state, place.shown, result, invocations, rounds, seconds)
+        return Exit.OK
     compared = subject.compare(result, rounds=rounds, seconds=seconds)
     before, after = (statistics.median(samples) for samples in (compared.before, compared.after))
+    gain = compared.gain
     operations = [
         {
             "op_id": entry.op_id,
@@ -74,12 +89,11 @@ def bench(
     rows = [
         (entry["op_id"], entry["signature"], described(entry["config"])) for entry in operations
     ]
-    gain = compared.gain
     lines = [f"without: {skip.label}: {skip.reason}" for skip in result.skipped]
     lines += [f"note: {remark}" for remark in compared.notes]
     lines += [
         f"heuristic configs  {duration(before)} (median of {len(compared.before)})",
-        f"stored configs     {duration(after)}",
+        f"stored configs     {duration(before / gain.times)}",
         f"speedup            {times(gain.times)}, between {interval(gain, 'and')}",
     ]
     if compared.difference is not None:

@@ -135,6 +135,8 @@ def answer(
             "config",
             "seconds",
             "heuristic_seconds",
+            "gain",
+            "plain",
             "incomplete",
             "origin",
             "calls",

@@ -318,4 +318,6 @@ def _entry(inv: Invocation[Any, Any], result: JobResult) -> Entry | str:
         result.seconds,
         result.heuristic_seconds,
         f"{result.reason}, on {result.host}",
+        gain=result.gain,
+        plain=result.plain,
     )

@@ -20,6 +20,7 @@ from ..ops.core.invocation import Invocation
 from ..ops.core.kernel import Kernel
 from ..ops.core.specification import SpecificationError, read_specification, write_specification
 from ..ops.utils.serialize import qualified_name, to_plain
+from ..speedup import Gain, PlainJax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +55,8 @@ class JobResult:
     reason: str = ""
     seconds: float | None = None
     heuristic_seconds: float | None = None
+    gain: Gain | None = None
+    plain: PlainJax | None = None
 
     def rebuilt(self, kernel: Kernel[Any, Any]) -> Any:
         """The config, as one of this kernel."""
@@ -121,4 +124,6 @@ def run_job(job: Job, wanted: str, settings: JobSettings) -> JobResult:
         reason=tuned.origin,
         seconds=tuned.seconds,
         heuristic_seconds=tuned.heuristic_seconds,
+        gain=tuned.gain,
+        plain=tuned.plain,
     )

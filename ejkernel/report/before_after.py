@@ -14,7 +14,7 @@ from ..ops import AutotuningResult, overlay_cache
 from ..ops.core.types import ConfigKey
 from ..ops.execution.whole_function import WholeFunction
 from ..ops.registry import find_invocation
-from .collect import gain_of
+from ..speedup import gain_of
 from .record import BeforeAfter, Gain
 
 LEAST_ROUNDS = 3

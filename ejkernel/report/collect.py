@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import math
@@ -14,18 +15,17 @@ from typing import Any
 from ..ops import AutotuningResult, PersistentCache
 from ..ops.core.types import ConfigKey
 from ..ops.execution.results import Entry
-from ..ops.tuner.race import SURE, compare
 from ..ops.utils.fingerprint import device_fingerprint
 from ..ops.utils.provenance import versions
 from ..ops.utils.serialize import to_plain
+from ..speedup import Gain, PlainJax, gain_of
 from ..store.rows import sound_about
 from .commit import commit_here
-from .record import Candidate, CountedWork, Gain, NotTuned, Operation, Roofline, is_time
+from .record import Candidate, CountedWork, NotTuned, Operation, Roofline, is_time
 
 StoreLike = PersistentCache | str | os.PathLike[str] | None
 
 TEXTS = ("measured", "clock", "incomplete", "when", "where")  # of what is stored with a config
-CERTAINTY = 0.98  # that the confidence interval of a speedup holds it
 
 
 def fields_of_result(
@@ -90,35 +90,6 @@ def _roofline(device: str, operations: Sequence[Operation]) -> Roofline | None:
     return roofline_of(device, dtypes)
 
 
-def gain_of(slower: Sequence[float], faster: Sequence[float], times: float | None = None) -> Gain:
-    """How many times faster the second is, by the samples that both took interleaved.
-
-    The confidence interval holds the median of the ratios with 98 % certainty, however the noise is
-    distributed, and is never narrower than the race's own standard errors; of fewer than seven
-    rounds it is all that was seen. `times` is the figure to show, if another one than the median of
-    the ratios is known; the interval then includes it.
-    """
-    middle, error = compare(slower, faster)
-    shown = math.exp(middle) if times is None else times
-    if not math.isfinite(error):
-        return Gain(shown, 0.0, 0.0)
-    ratios = sorted(a / b for a, b in zip(slower, faster, strict=False))
-    left_out = _left_out(len(ratios))
-    low = min(ratios[left_out], math.exp(middle - SURE * error))
-    high = max(ratios[-1 - left_out], math.exp(middle + SURE * error))
-    return Gain(shown, min(low, shown), max(high, shown))
-
-
-def _left_out(count: int) -> int:
-    """How many sorted values the confidence interval of their median leaves out at each end."""
-    outside, number = 0.0, 0
-    while True:
-        outside += 2 * math.comb(count, number) / 2**count
-        if outside > 1 - CERTAINTY or 2 * (number + 1) >= count:
-            return number
-        number += 1
-
-
 # --- operations ----------------------------------------------------------------------------------
 
 
@@ -141,6 +112,8 @@ def _operation(entry: Entry, device: str, cache: PersistentCache | None) -> Oper
         config=config,
         seconds=_time(entry.seconds),
         heuristic_seconds=_time(entry.heuristic_seconds),
+        gain=entry.gain,
+        plain=entry.plain,
         origin=entry.origin,
     )
 
@@ -183,6 +156,12 @@ def _from_about(
     known |= {name: _time(about.get(name)) for name in ("seconds", "heuristic_seconds", "took")}
     by_config = {_name(candidate.config): candidate for candidate in candidates}
     best, base = by_config.get(_name(config)), by_config.get(_name(heuristic))
+    gain = Gain.from_plain(about.get("speedup"))
+    if "speedup" not in about:  # of an earlier version: their samples tell it
+        candidates = tuple(_paired(candidate, base) for candidate in candidates)
+        gain = _gain(base, best)
+        if gain is not None and known["heuristic_seconds"]:
+            known["seconds"] = known["heuristic_seconds"] / gain.times
     others = [c for c in candidates if c is not best and c.verdict == "measured" and c.seconds]
     second = min(others, key=lambda candidate: candidate.seconds or math.inf, default=None)
     return Operation(
@@ -191,7 +170,7 @@ def _from_about(
         signature=signature,
         config=config,
         heuristic=heuristic,
-        gain=_gain(base, best),
+        gain=gain,
         lead=_gain(second, best),
         sure=sure if isinstance(sure, bool) else None,
         origin=origin,
@@ -199,6 +178,7 @@ def _from_about(
         notes=tuple(str(note) for note in about.get("notes") or ()),
         candidates=candidates,
         work=_work(about.get("work")),
+        plain=PlainJax.from_plain(about.get("plain")),
         **known,
     )
 
@@ -229,7 +209,16 @@ def _candidate(trial: Mapping[str, Any]) -> Candidate:
         ),
         reason=str(trial.get("reason") or ""),
         order=order if type(order) is int and 0 < order < 10**9 else None,
+        speedup=Gain.from_plain(trial.get("speedup")),
     )
+
+
+def _paired(candidate: Candidate, base: Candidate | None) -> Candidate:
+    """A candidate with its speedup over the heuristic config, and the time that agrees with it."""
+    gain = _gain(base, candidate)
+    if gain is None or base is None or base.seconds is None:
+        return candidate
+    return dataclasses.replace(candidate, speedup=gain, seconds=base.seconds / gain.times)
 
 
 def _gain(base: Candidate | None, best: Candidate | None) -> Gain | None:
@@ -240,7 +229,7 @@ def _gain(base: Candidate | None, best: Candidate | None) -> Gain | None:
         return Gain(1.0, 1.0, 1.0)
     if not (base.samples and best.samples and base.seconds and best.seconds):
         return None
-    gain = gain_of(base.samples, best.samples, base.seconds / best.seconds)
+    gain = gain_of(base.samples, best.samples)
     return gain if gain.high > 0 else None  # a single sample has no confidence interval
 
 

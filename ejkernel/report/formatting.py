@@ -8,7 +8,9 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from .record import BeforeAfter, CountedWork, Gain, Operation, Roofline, Run, is_time
+from ..speedup import interval as interval
+from ..speedup import times as times
+from .record import BeforeAfter, CountedWork, Operation, Roofline, Run, is_time
 
 Value = str | int | float | bool | None
 Level = Literal["sure", "likely", "open", "unknown"]
@@ -48,19 +50,9 @@ def rounded(seconds: float) -> str:
     return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
 
 
-def times(factor: float) -> str:
-    """`1.25×`."""
-    return f"{factor:.2f}×" if factor < 9.995 else f"{factor:.0f}×"
-
-
 def speedup(before: float | None, after: float | None) -> str:
     """`1.25×`, how many times faster the second time is; a dash if one of them is not known."""
     return times(before / after) if before and after else "–"
-
-
-def interval(gain: Gain, word: str = "to") -> str:
-    """The confidence interval of a speedup: `1.20× to 1.30×`."""
-    return f"{times(gain.low)} {word} {times(gain.high)}"
 
 
 def per_second(number: float, unit: str) -> str:
@@ -254,8 +246,8 @@ def headline(run: Run) -> Headline:
 
 
 def _of_model(model: BeforeAfter) -> Headline:
-    before, after = statistics.median(model.before), statistics.median(model.after)
-    gain = model.gain
+    gain, before = model.gain, statistics.median(model.before)
+    after = before / gain.times if gain.times else before
     known = gain.high > 0
     of_plain = model.baseline == "plain JAX"
     title = _faster_title(gain.times, model.what, other=model.baseline if of_plain else "before")

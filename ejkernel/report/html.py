@@ -34,9 +34,11 @@ OPEN_AT_FIRST = 2  # operations whose candidates are shown without a click
 # Of the overview, with the class of their cells.
 COLUMNS = (
     ("operation", None),
-    ("before", "number"),
-    ("after", "number"),
-    ("speedup", "number"),
+    ("plain JAX", "number"),
+    ("default config", "number"),
+    ("tuned", "number"),
+    ("over plain", "number"),
+    ("over default", "number"),
     ("how sure", None),
     ("config", "config"),
 )
@@ -146,9 +148,12 @@ def _overview_row(
         rate(operation.work, operation.seconds).partition(", ")[0],
         share_of_peak(roofline, operation.work, operation.seconds, short=True),
     )
+    plain = operation.plain
     cells = (
+        "–" if plain is None else tag("span", duration(plain.seconds), title=plain.reason or None),
         joined([duration(operation.heuristic_seconds), bar]),
         joined([duration(operation.seconds), *(tag("small", text) for text in rates if text)]),
+        "–" if plain is None else tag("b", plain.faster(operation.seconds)),
         factor(operation.gain),
         chip(how_sure(operation)),
         tag("code", config),
@@ -251,8 +256,13 @@ def _method(run: Run) -> list[str]:
         "time counted; one that is wrong, fails or is non-deterministic is never chosen.",
         "The rest ran interleaved, in a changing order, so that a slow moment of the machine hits "
         "all of them alike. A time is the mean of the fastest two thirds of the samples.",
-        "“Before” is the heuristic config, the one used without tuning. It ran in the same race to "
+        "The default config is the heuristic one, used without tuning. It ran in the same race to "
         "its end, and is replaced only by one that is faster by more than the noise.",
+        "A speedup is old time / new time, within rounds. That of a candidate is the figure that "
+        "decided in the race; its time is the default config’s divided by it. “Undecided” says "
+        "that no difference lies within the interval.",
+        "Plain JAX is the same call as users would write it, or the reference. It ran interleaved "
+        "with the winner when that was decided, so it had no influence on the choice.",
         "The confidence interval holds the ratio of times within rounds with 98 % certainty, "
         "whatever the noise is like; of fewer than seven rounds it is all that was seen.",
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 
 from ..markup import escaped_markdown as escaped
@@ -19,7 +18,6 @@ from .formatting import (
     rate,
     share_of_peak,
     shortened,
-    speedup,
     time_spent,
     times,
 )
@@ -72,11 +70,13 @@ def page(run: Run) -> str:
 
 def _model(model: BeforeAfter) -> list[str]:
     rows = [
-        (name, *(duration(figure(samples)) for figure in (min, statistics.median_high, max)))
+        (name, *(duration(figure(samples)) for figure in (min, max)))
         for name, samples in ((model.baseline, model.before), ("tuned", model.after))
     ]
     lines = [f"## The whole model and {escaped(model.baseline)}", "", escaped(model.what), ""]
-    lines += table(("", "fastest", "median", "slowest"), rows, right=(1, 2, 3))
+    lines += table(("", "fastest", "slowest"), rows, right=(1, 2))
+    known = f", between {interval(model.gain, 'and')}" if model.gain.high > 0 else ""
+    lines += ["", f"Speedup {times(model.gain.times)}{known}, within rounds."]
     if model.difference is not None:
         lines += ["", f"Largest difference of the outputs: {model.difference:.1e} of their size."]
     return [*lines, *(f"\n{escaped(note)}" for note in model.notes), ""]
@@ -89,9 +89,11 @@ def _overview(operations: Sequence[Operation], roofline: Roofline | None) -> lis
         (
             escaped(operation.op_id),
             escaped(shortened(operation.signature) or operation.call_key),
+            duration(None if (plain := operation.plain) is None else plain.seconds),
             duration(operation.heuristic_seconds),
             duration(operation.seconds),
             *([figures or "–"] if counts else []),
+            "–" if plain is None else plain.faster(operation.seconds),
             times(gain.times) if (gain := operation.gain) else "–",
             interval(gain) if gain and not operation.heuristic_stays else "–",
             how_sure(operation).word,
@@ -99,10 +101,13 @@ def _overview(operations: Sequence[Operation], roofline: Roofline | None) -> lis
         )
         for operation, figures in zip(operations, rates, strict=True)
     ]
-    header = ["operation", "call", "before", "after", "speedup", "between", "how sure", "config"]
+    header = [
+        *("operation", "call", "plain JAX", "default config", "tuned"),
+        *("over plain", "over default", "between", "how sure", "config"),
+    ]
     if counts:
-        header.insert(4, "rate")
-    return table(header, rows, right=(2, 3, 4))
+        header.insert(5, "rate")
+    return table(header, rows, right=(2, 3, 4, 5, 6))
 
 
 def _rate(operation: Operation, roofline: Roofline | None) -> str:
@@ -125,8 +130,12 @@ def _operation(operation: Operation) -> list[str]:
     if mattered := [(name, share) for name, share in importances(operation) or () if share > 0.005]:
         said = ", ".join(f"{escaped(name)} {100 * share:.0f} %" for name, share in mattered)
         lines += [f"Share of the differences in time that each parameter explains: {said}.", ""]
+    if operation.plain is not None:
+        words = operation.plain.sentence(operation.seconds, duration)
+        lines += [escaped(f"{words[:1].upper()}{words[1:]}."), ""]
     rows = [_row(operation, candidate, names) for candidate in measured[:SHOWN]]
-    lines += table(("config", "time", "speedup", "fastest to slowest", ""), rows, right=(1, 2, 3))
+    header = ("config", "time", "speedup", "interval", "samples", "")
+    lines += table(header, rows, right=(1, 2, 3, 4))
     if len(measured) > SHOWN:
         lines += ["", f"… and {len(measured) - SHOWN} more that were measured."]
     if rejected:
@@ -145,7 +154,7 @@ def _row(operation: Operation, candidate: Candidate, names: Sequence[str]) -> tu
     return (
         escaped(described(candidate.config, names)),
         duration(candidate.seconds),
-        speedup(operation.heuristic_seconds, candidate.seconds),
+        *operation.against_heuristic(candidate),
         f"{duration(min(samples))} to {duration(max(samples))}" if samples else "–",
         ", ".join(mark for mark, config in marks if candidate.config == config),
     )

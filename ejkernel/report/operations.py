@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..markup import Markup, tag
 from .formatting import (
@@ -51,6 +52,7 @@ def operation_card(
         ("heuristic", tag("code", described(operation.heuristic)) if operation.heuristic else "–"),
         ("its time", duration(operation.heuristic_seconds)),
         *_rate(operation, roofline),
+        *_plain_facts(operation),
     )
     unknown = (
         "The candidates of this operation are not in the record: it was tuned in an earlier run. "
@@ -84,6 +86,15 @@ def _rate(operation: Operation, roofline: Roofline | None) -> list[tuple[str, st
     if not figures:
         return []
     return [("efficiency", share or "not compared with the peak"), ("rate", figures)]
+
+
+def _plain_facts(operation: Operation) -> list[tuple[str, Any]]:
+    """Plain JAX, if it was timed: what the operation itself is worth."""
+    plain = operation.plain
+    if plain is None:
+        return []
+    name = f"plain JAX: {plain.name}" if plain.name else "plain JAX"
+    return [(name, plain.sentence(operation.seconds, duration).partition(": ")[2])]
 
 
 def _plot(operation: Operation, name: str) -> Markup:

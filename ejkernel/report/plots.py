@@ -13,7 +13,7 @@ from typing import Any
 
 from ..markup import Markup, joined, tag
 from .axis import Axis
-from .formatting import described, duration, interval, rate, rounded, speedup, times
+from .formatting import described, duration, interval, rate, rounded, times
 from .record import BeforeAfter, Candidate, Gain, Operation
 from .space import Cell, Map, dimensions
 
@@ -115,7 +115,7 @@ def candidate_rows(
             _row(
                 what,
                 strip(axis, ticks, spread(axis, candidate.samples, candidate.seconds)),
-                (duration(candidate.seconds), _speedup(operation, candidate)),
+                (duration(candidate.seconds), _speedup_cell(operation, candidate)),
                 f"measured{' best' if best else ' heuristic' if heuristic else ''}",
                 _tip(operation, candidate),
                 first=i == 0,
@@ -147,19 +147,21 @@ def _row(
     )
 
 
-def _speedup(operation: Operation, candidate: Candidate) -> str:
-    """How many times faster a candidate is than the heuristic config, if both have a time."""
-    known = operation.heuristic_seconds and candidate.seconds
-    return speedup(operation.heuristic_seconds, candidate.seconds) if known else ""
+def _speedup_cell(operation: Operation, candidate: Candidate) -> Markup:
+    """The speedup over the heuristic config that decided in the race, with its interval."""
+    factor, between = operation.against_heuristic(candidate)
+    return joined([factor, *(tag("small", line) for line in filter(None, between.split(", ")))])
 
 
 def _tip(operation: Operation, candidate: Candidate) -> str:
     lines = [described(candidate.config)]
     if candidate.seconds is not None:
-        factor = _speedup(operation, candidate)
-        versus = f", {factor} as fast as the heuristic config" if factor else ""
-        lines.append(f"{duration(candidate.seconds)} per call{versus}")
+        lines.append(f"{duration(candidate.seconds)} per call")
         lines.append(rate(operation.work, candidate.seconds))
+        factor, between = operation.against_heuristic(candidate)
+        if factor != "–" and candidate.config != operation.heuristic:
+            within = f" ({between})" if between else ""
+            lines.append(f"speedup over the heuristic config: {factor}{within}")
     if candidate.samples:
         lines.append(f"{len(candidate.samples)} samples {_range(candidate.samples)}")
     if candidate.config == operation.config:
@@ -222,7 +224,10 @@ def before_after_rows(model: BeforeAfter) -> Markup:
         (model.baseline, model.before, "heuristic"),
         ("tuned", model.after, "best"),
     ):
-        middle = statistics.median(samples)
+        # The speedup is that within rounds: the second time follows from it.
+        middle = statistics.median(model.before) / (
+            model.gain.times if samples is model.after and model.gain.times else 1.0
+        )
         drawing = strip(axis, ticks, spread(axis, samples, middle))
         tip = f"{name}: {len(samples)} runs {_range(samples)}"
         figures = (duration(middle), None)

@@ -12,6 +12,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..speedup import Gain as Gain
+from ..speedup import PlainJax, against_heuristic
 from .plain import NotARun, as_text, from_text
 
 if TYPE_CHECKING:
@@ -41,29 +43,6 @@ class _Timed:
                 if seconds is not None and math.isfinite(seconds) and not is_time(seconds):
                     kind = type(self).__name__
                     raise ValueError(f"{kind}: {name} has {seconds!r}, which is no time in seconds")
-
-
-@dataclasses.dataclass(frozen=True)
-class Gain:
-    """A speedup, how many times faster one thing is than another, with its confidence interval.
-
-    >>> Gain(1.25, 1.2, 1.3).is_real, Gain(1.02, 0.97, 1.08).is_real
-    (True, False)
-    """
-
-    times: float
-    low: float
-    high: float
-
-    def __post_init__(self) -> None:
-        for ratio in (self.times, self.low, self.high):
-            if math.isfinite(ratio) and ratio != 0 and not 1e-30 <= ratio <= 1e30:
-                raise ValueError(f"Gain: {ratio!r} is no ratio of two times")
-
-    @property
-    def is_real(self) -> bool:
-        """True if "no difference" lies outside the confidence interval."""
-        return self.low > 1.0 or self.high < 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +125,8 @@ class Candidate(_Timed):
       samples: the samples behind that, in the order in which they were taken.
       reason: why it has no time, or a remark.
       order: its place among those that were tried; None if it was not, or nobody knows.
+      speedup: how many times faster it is than the heuristic config, by the rounds that decided
+        about it; None if they did not run interleaved.
     """
 
     config: Any
@@ -154,6 +135,7 @@ class Candidate(_Timed):
     samples: tuple[float, ...] = ()
     reason: str = ""
     order: int | None = None
+    speedup: Gain | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +166,7 @@ class Operation(_Timed):
       calls: how often one run of the whole function calls it; None if that is not known.
       share: its part of the whole function's time: the winner's time × calls / the time of a run.
       work: what one call has to do, if its kernel counts it.
+      plain: the same call in plain JAX; None if that was not timed.
     """
 
     op_id: str
@@ -206,6 +189,7 @@ class Operation(_Timed):
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     candidates: tuple[Candidate, ...] = ()
+    plain: PlainJax | None = None
     calls: int | None = None
     share: float | None = None
 
@@ -237,6 +221,14 @@ class Operation(_Timed):
     def of(self, config: Any) -> Candidate | None:
         """The candidate of a config."""
         return next((c for c in self.candidates if c.config == config), None)
+
+    def against_heuristic(self, candidate: Candidate) -> tuple[str, str]:
+        """A candidate's speedup over the heuristic config, and its interval, as text."""
+        chosen, base = candidate.config == self.config, self.heuristic_seconds
+        if candidate.config == self.heuristic:
+            return against_heuristic(Gain(1.0, 1.0, 1.0), None, chosen)
+        ratio = base / candidate.seconds if base and candidate.seconds else None
+        return against_heuristic(candidate.speedup, ratio, chosen)
 
     def with_verdict(self, *verdicts: str) -> tuple[Candidate, ...]:
         """The candidates with one of these verdicts, the fastest first."""

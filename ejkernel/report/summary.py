@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..speedup import Gain
 from .formatting import counted, described, duration, shortened, speedup, times
-from .record import BeforeAfter, Gain, Operation, Run
+from .record import BeforeAfter, Operation, Run
 
 Table = tuple[Sequence[str], list[tuple[str, ...]], Sequence[int]]
 
@@ -18,9 +19,11 @@ def table(run: Run) -> Table:
     columns: dict[str, list[str]] = {
         "operation": [o.op_id for o in run.operations],
         "call": [shortened(o.signature) or o.call_key for o in run.operations],
-        "heuristic": [duration(o.heuristic_seconds) for o in run.operations],
+        "plain JAX": [duration(o.plain.seconds if o.plain else None) for o in run.operations],
+        "default": [duration(o.heuristic_seconds) for o in run.operations],
         "tuned": [duration(o.seconds) for o in run.operations],
-        "speedup": [speedup(o.heuristic_seconds, o.seconds) for o in run.operations],
+        "over plain": [o.plain.faster(o.seconds) if o.plain else "–" for o in run.operations],
+        "over default": [speedup(o.heuristic_seconds, o.seconds) for o in run.operations],
     }
     if any(o.calls is not None for o in run.operations):
         columns["calls"] = ["–" if o.calls is None else str(o.calls) for o in run.operations]

@@ -36,8 +36,9 @@ _COLUMNS: dict[str, type] = {
 
 _KINDS: dict[str, type] = {
     **_COLUMNS,
-    **{"clock": str, "target": str, "took": float, "tried": int, "work": dict},
-    **dict.fromkeys(("trials", "ranked", "refused", "notes"), list),
+    **{"clock": str, "target": str, "took": float, "tried": int},
+    **dict.fromkeys(("trials", "ranked", "refused", "notes", "speedup"), list),
+    **dict.fromkeys(("work", "plain"), dict),
 }
 
 

@@ -18,8 +18,8 @@ from ..report.before_after import (
     run,
     without_before,
 )
-from ..report.collect import gain_of
 from ..report.record import BeforeAfter
+from ..speedup import gain_of
 
 COMPARE_SECONDS = 20.0  # most time for comparing, after the programs are compiled
 STEP_SECONDS = 3.0  # most time for timing a function that there is nothing to compare with

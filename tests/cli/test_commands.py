@@ -49,6 +49,35 @@ def test_what_was_tuned_serves_in_strict_mode(ej, cache, monkeypatch):
         set_default_executor(None)
 
 
+def test_what_is_gained_over_plain_jax_is_stored_and_shown(ej, tuned):
+    (operation,) = tuned.data["operations"]
+    assert operation["plain"]["name"] == "reference"
+    stored = PersistentCache().entry(row_sum.bind(jnp.ones((32, 4))).key)["about"]
+    assert stored["plain"]["seconds"] == operation["plain"]["seconds"]
+    shown = ej("configs", "show", "small_row_sum").out
+    assert "plain JAX (reference): " in shown
+    assert "default   " in shown
+    assert "interval" in shown
+    assert "over plain" in ej("configs", "list").out
+
+
+def test_bench_against_plain_times_each_call(ej, tuned):
+    before = PersistentCache().entry(row_sum.bind(jnp.ones((32, 4))).key)
+    done = ej("bench", "small_model:tuned", "--against", "plain", "--rounds", "3")
+    assert done.code == 0, done.err
+    for name in ("plain JAX", "default", "tuned", "over plain", "over default"):
+        assert name in done.out.splitlines()[0]
+    (operation,) = ej(
+        "bench", "small_model:tuned", "--against", "plain", "--rounds", "3", "--json"
+    ).data["operations"]
+    assert operation["plain"]["name"] == "reference"
+    assert operation["seconds"] > 0
+    assert PersistentCache().entry(row_sum.bind(jnp.ones((32, 4))).key) == before
+    wrong = ej("bench", "small_model:tuned", "--against", "numpy")
+    assert wrong.code == 2
+    assert "'heuristic', 'plain'" in wrong.err
+
+
 def test_report_of_the_newest_run_and_of_the_store(ej, tuned, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = ej("report")

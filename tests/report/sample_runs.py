@@ -15,6 +15,7 @@ from ejkernel.report import (
     Roofline,
     Run,
 )
+from ejkernel.speedup import PlainJax
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -52,7 +53,11 @@ def attention() -> Operation:
                 taken = samples(seconds, 12, 10 * i + j)
                 if (q, kv) == (128, 128):  # a moment in which the machine did something else
                     taken = (*taken[:7], 0.09, *taken[8:])
-                candidates.append(Candidate(blocks(q, kv), "measured", seconds * 1.03, taken))
+                factor = 0.0074 / (seconds * 1.03)
+                gain = Gain(factor, 0.95 * factor, 1.06 * factor)
+                candidates.append(
+                    Candidate(blocks(q, kv), "measured", seconds * 1.03, taken, speedup=gain)
+                )
     candidates = [dataclasses.replace(c, order=n) for n, c in enumerate(candidates, 1)]
     candidates.append(Candidate(blocks(64, 64, 512), "duplicate", 0.0064, reason="as fwd(64, 64)"))
     candidates.append(Candidate(blocks(128, 64, 512), "not tried", reason="not proposed"))
@@ -74,6 +79,7 @@ def attention() -> Operation:
         versions={"jax": "0.10.2"},
         candidates=tuple(candidates),
         work=CountedWork(flops=8.6e8, bytes=8.4e6, dtype="float32"),
+        plain=PlainJax("dot_product_attention", 0.00412 * 2.1, Gain(2.1, 1.9, 2.4)),
     )
 
 
@@ -161,6 +167,7 @@ def hostile_run() -> Run:
             when=text, where=text,
             versions={"jax": text, text: text}, notes=(text,), incomplete=text if i % 2 else "",
             sure=False, candidates=candidates, work=CountedWork(1e9, 1e6, text),
+            plain=PlainJax(text, 1e-3, reason=text),
         )
         for i, text in enumerate(HOSTILE)
     )  # fmt: skip
@@ -170,7 +177,7 @@ def hostile_run() -> Run:
         tuple(NotTuned(text, text) for text in HOSTILE),
         dataclasses.replace(model(), what=everything, notes=HOSTILE),
         everything, everything, {text: text for text in HOSTILE}, HOSTILE,
-        Roofline(everything, dict.fromkeys(HOSTILE, 1e11), 1e10, everything),
+        roofline=Roofline(everything, dict.fromkeys(HOSTILE, 1e11), 1e10, everything),
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from ejkernel.ops import (
     autotune_lowered,
 )
 from ejkernel.report import Gain, Run, before_and_after, render
-from ejkernel.report.collect import gain_of
+from ejkernel.speedup import gain_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ from ejkernel.report import FORMATS, BeforeAfter, Candidate, Gain, Run, render
 from ejkernel.report.axis import Axis
 from ejkernel.report.formatting import described, headline, how_sure
 from ejkernel.report.space import dimensions, maps
+from ejkernel.speedup import PlainJax
 
 
 class Outline(html.parser.HTMLParser):
@@ -84,7 +85,7 @@ def test_markdown_keeps_hostile_texts_in_their_cells():
     assert not re.search(r"(?<!\\)\]\(", text)
     tables = [line for line in text.splitlines() if line.startswith("|")]
     cells = {len(re.findall(r"(?<!\\)\|", line)) for line in tables}
-    assert cells <= {10, 6, 5, 3}  # of the four tables, nothing else
+    assert cells <= {12, 11, 7, 4, 3}  # of the four tables, nothing else
 
 
 def test_the_summary_says_how_much_how_sure_and_how_long():
@@ -95,6 +96,44 @@ def test_the_summary_says_how_much_how_sure_and_how_long():
     assert "3.0e-07" in text
     assert "RESOURCE_EXHAUSTED" in text
     assert "no kernel of that name" in text
+
+
+@pytest.mark.parametrize("form", ["html", "md"])
+def test_plain_jax_stands_next_to_the_default_and_the_tuned_config(form):
+    def words(run):
+        text = render(run, form)
+        return "".join(Outline(text).words) if form == "html" else text.replace("\\", "")
+
+    shown = words(plain_run())
+    for text in ("plain JAX", "default config", "over plain", "over default", "2.10×"):
+        assert text in shown
+    assert "dot_product_attention" in shown
+    assert "8.65 ms; speedup of tuned 2.10× (1.90× to 2.40×)" in shown
+    stopped = PlainJax("naive", 0.5, more_than=20.0, reason="stopped")
+    slow = dataclasses.replace(attention(), plain=stopped)
+    assert "> 20×" in words(run_of(slow))
+    assert "2.10×" not in words(run_of(dataclasses.replace(slow, plain=None)))
+
+
+def run_of(operation):
+    return dataclasses.replace(plain_run(), operations=(operation,))
+
+
+@pytest.mark.parametrize("form", ["html", "md"])
+def test_a_candidates_row_shows_the_figure_that_decided(form):
+    base = Candidate({"n": 1}, "measured", 1.0, (1.0,) * 3)
+    close = Candidate({"n": 2}, "measured", 0.98, (0.98,) * 3, speedup=Gain(1.02, 0.97, 1.08))
+    chosen = Candidate({"n": 3}, "measured", 0.8, (0.8,) * 3, speedup=Gain(1.25, 1.2, 1.3))
+    operation = dataclasses.replace(
+        attention(),
+        config={"n": 3}, heuristic={"n": 1}, seconds=0.8, heuristic_seconds=1.0,
+        gain=Gain(1.25, 1.2, 1.3), plain=None, candidates=(base, close, chosen),
+    )  # fmt: skip
+    text = render(run_of(operation), form)
+    assert "1.20× to 1.30×" in text
+    then = "</small><small>" if form == "html" else ", "
+    assert f"0.97× to 1.08×{then}undecided" in text
+    assert f"1.20× to 1.30×{then}undecided" not in text
 
 
 def test_without_the_model_the_operations_speak():

@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from ...markup import one_line
-from ...report.formatting import counted, described, duration, speedup
+from ...report.formatting import counted, described, duration, speedup, times
+from ...speedup import Gain, PlainJax, against_heuristic
 from .. import options
 from ..exits import Exit, Failure
 from ..loading import import_modules, load
@@ -35,16 +36,22 @@ def list_(state: State, source: str | None, op: str | None, device: str | None) 
             described(entry["config"]),
             duration(entry["about"].get("seconds")),
             speedup(entry["about"].get("heuristic_seconds"), entry["about"].get("seconds")),
+            "–"
+            if (plain := _plain(entry)) is None
+            else plain.faster(entry["about"].get("seconds")),
             remark(entry),
             entry["key"][0],
         )
         for entry in entries
     ]
-    header = ("operation", "key", "call", "config", "time", "speedup", "", "device")
+    header = (
+        *("operation", "key", "call", "config", "time", "over default", "over plain"),
+        *("", "device"),
+    )
     data = {"place": place.shown, "entries": [as_data(entry) for entry in entries]}
     count = f"{counted(len(entries), 'entry')} in {place.shown}"
     hint = "" if entries else "; tune something with `ejkernel tune module:function`"
-    state.result(data, table(header, rows, right=(4, 5)), f"{count}{hint}")
+    state.result(data, table(header, rows, right=(4, 5, 6)), f"{count}{hint}")
 
 
 @click.command()
@@ -257,16 +264,24 @@ def facts(entry: Entry) -> str:
     device, op_id, call_key = entry["key"]
     about = entry["about"]
     seconds, heuristic = about.get("seconds"), about.get("heuristic_seconds")
-    speed = (
-        f", {speedup(heuristic, seconds)} the heuristic's speed" if seconds and heuristic else ""
-    )
+    gain, plain = Gain.from_plain(about.get("speedup")), _plain(entry)
+    ratio = heuristic / seconds if seconds and heuristic else None
+    factor, between = against_heuristic(gain, ratio, chosen=True)
+    compared = [
+        f"  default   {duration(heuristic)}; speedup of tuned {factor}"
+        + (f" ({between})" if between else "")
+    ]
+    if plain is not None:
+        words = plain.sentence(seconds, duration).removeprefix("plain JAX").lstrip(": ")
+        compared.append(f"  plain JAX {words}")
     versions = about.get("versions") if isinstance(about.get("versions"), dict) else {}
     lines = [
         f"{op_id}({about.get('signature', '')})",
         f"  device    {device}",
         f"  key       {call_key}",
         f"  config    {described(entry['config'])}",
-        f"  time      {duration(seconds)}{speed}",
+        f"  time      {duration(seconds)}",
+        *(compared if ratio else compared[1:]),
         f"  stored    {about.get('when', '?')} on {about.get('where') or '?'}",
     ]
     if versions:
@@ -277,16 +292,32 @@ def facts(entry: Entry) -> str:
 def _candidates(entry: Entry, trials: list[dict[str, Any]]) -> list[Any]:
     if not trials:
         return []
-    heuristic = entry["about"].get("heuristic_seconds")
+    base, heuristic = entry["about"].get("heuristic_seconds"), entry["about"].get("heuristic")
     ranked = sorted(trials, key=lambda trial: trial["seconds"] or float("inf"))
     rows = [
         (
             described(trial["config"]),
             duration(trial["seconds"]) if trial["seconds"] else trial["verdict"],
-            speedup(heuristic, trial["seconds"]) if trial["seconds"] else "",
+            *_against_heuristic(trial, base, entry["config"], heuristic),
             f"{len(trial['samples_ns'])} samples" if trial["samples_ns"] else "",
             "chosen" if trial["config"] == entry["config"] else trial["reason"],
         )
         for trial in ranked
     ]
-    return ["", table(("candidate", "time", "speedup", "", ""), rows, right=(1, 2))]
+    return ["", table(("candidate", "time", "speedup", "interval", "", ""), rows, right=(1, 2))]
+
+
+def _against_heuristic(
+    trial: dict[str, Any], base: float | None, config: Any, heuristic: Any
+) -> tuple[str, str]:
+    if not trial["seconds"]:
+        return "", ""
+    if heuristic is not None and trial["config"] == heuristic:
+        return times(1.0), ""
+    ratio = base / trial["seconds"] if base else None
+    gain = Gain.from_plain(trial.get("speedup"))
+    return against_heuristic(gain, ratio, chosen=trial["config"] == config)
+
+
+def _plain(entry: Entry) -> PlainJax | None:
+    return PlainJax.from_plain(entry["about"].get("plain"))

@@ -14,6 +14,7 @@ from ejkernel.ops.core.work import Work, traffic
 from .native import CPP
 from .pallas_gpu import PALLAS_GPU
 from .pallas_tpu import PALLAS_TPU
+from .plain import dot_product_attention
 from .reference import attention_reference_by_rows
 from .work import SEGMENTS, visible_pairs
 from .xla import XLA
@@ -31,6 +32,7 @@ class FlashAttention(Kernel[Any, Out]):
 
     implementations = (PALLAS_TPU, PALLAS_GPU, CPP, XLA)
     reference = staticmethod(attention_reference_by_rows)
+    plain = staticmethod(dot_product_attention)
     # Blocks are chosen for a length; the number of sequences hardly matters, and a block that is
     # longer than a sequence is cut to it.
     near_shapes = NearShapes(

@@ -12,6 +12,7 @@ from ejkernel.ops.core.work import Work, traffic
 from .arguments import sizes
 from .pallas_gpu import PALLAS_GPU
 from .pallas_tpu import PALLAS_TPU
+from .plain import two_projections
 from .reference import gated_linear_unit_reference
 from .xla import XLA
 
@@ -26,6 +27,7 @@ class GatedLinearUnit(Kernel[Any, jax.Array]):
 
     implementations = (PALLAS_TPU, PALLAS_GPU, XLA)
     reference = staticmethod(gated_linear_unit_reference)
+    plain = staticmethod(two_projections)
     near_shapes = NearShapes(
         *(Dimension(argument=0, axis=axis, rounding="nearest") for axis in (0, -2)), within=2.0
     )

@@ -15,6 +15,7 @@ from ejkernel.ops.tuner.inputs import batched_shapes, random_like
 from .groups import row_spans
 from .pallas_gpu import PALLAS_GPU
 from .pallas_tpu import PALLAS_TPU
+from .plain import ragged_dot
 from .reference import grouped_matmul_reference
 from .xla import XLA
 
@@ -29,6 +30,7 @@ class GroupedMatmul(Kernel[Any, jax.Array]):
 
     implementations = (PALLAS_TPU, PALLAS_GPU, XLA)
     reference = staticmethod(grouped_matmul_reference)
+    plain = staticmethod(ragged_dot)
     # Blocks follow from the matrices and from how many rows a group has on average.
     near_shapes = NearShapes(Dimension(argument=0, axis=0, rounding="nearest"), within=2.0)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Generic
 
 from ...markup import printable
+from ...speedup import Gain, PlainJax, against_heuristic, interval, times
 from ..core.types import Cfg
 from ..utils.display import Displayed, Shown, as_text, brief, milliseconds
 from ..utils.fingerprint import stable_json
@@ -43,6 +44,9 @@ class Trial(Generic[Cfg]):
     """One candidate: its verdict, its time per call and the samples behind it, or the reason.
 
     `order` is its place among those that were tried, earlier runs included; None if it was not.
+    `speedup` is how many times faster it is than the heuristic config, by the rounds of the race
+    that decided about it; None if they did not run interleaved. The time is then the heuristic
+    config's divided by it: the two never contradict each other.
     """
 
     cfg: Cfg
@@ -51,6 +55,7 @@ class Trial(Generic[Cfg]):
     samples: tuple[float, ...] = ()
     reason: str = ""
     order: int | None = None
+    speedup: Gain | None = None
 
     def to_plain(self) -> dict[str, Any]:
         """The trial as a store has it; samples in whole nanoseconds, which are short."""
@@ -61,6 +66,7 @@ class Trial(Generic[Cfg]):
             "samples_ns": [round(sample * 1e9) for sample in self.samples],
             "reason": self.reason,
             **({} if self.order is None else {"order": self.order}),
+            "speedup": None if self.speedup is None else self.speedup.to_plain(),
         }
 
 
@@ -79,6 +85,7 @@ class Outcome(Displayed, Generic[Cfg]):
       incomplete: why the run was interrupted, or an empty string.
       took: seconds that the run took, compiling included.
       work: what a call has to do: its `flops`, its `bytes` and the `dtype` of both, if known.
+      plain: the same call in plain JAX; None if the kernel has neither `plain` nor `reference`.
     """
 
     best: Cfg
@@ -91,6 +98,7 @@ class Outcome(Displayed, Generic[Cfg]):
     incomplete: str = ""
     took: float | None = None
     work: Mapping[str, Any] | None = None
+    plain: PlainJax | None = None
 
     def seconds(self, cfg: Any) -> float | None:
         """The measured time per call of a config."""
@@ -103,6 +111,11 @@ class Outcome(Displayed, Generic[Cfg]):
         heuristic = None if self.heuristic is None else self.seconds(self.heuristic)
         return heuristic / best if best and heuristic else None
 
+    @property
+    def gain(self) -> Gain | None:
+        """The same with its confidence interval, as the race decided by it; None if it did not."""
+        return next((trial.speedup for trial in self.trials if trial.cfg == self.best), None)
+
     def count(self, verdict: Verdict) -> int:
         """How many candidates met this fate."""
         return sum(trial.verdict is verdict for trial in self.trials)
@@ -114,8 +127,14 @@ class Outcome(Displayed, Generic[Cfg]):
         best = self.seconds(self.best)
         if best is not None:
             text += f", {best * 1e3:.4g} ms per call"
-        if self.speedup is not None:
-            text += f", {self.speedup:.2f}x the heuristic's speed"
+        if self.heuristic is not None and self.best == self.heuristic:
+            text += ", the heuristic config stays"
+        elif self.speedup is not None:
+            text += f", speedup {times(self.speedup)} over the heuristic config"
+            if self.gain is not None and self.gain.high > self.gain.low:
+                text += f" ({interval(self.gain)})"
+        if self.plain is not None and (factor := self.plain.faster(best)) != "–":
+            text += f", speedup {factor} over plain JAX"
         if self.incomplete:
             text += f"; incomplete: {self.incomplete}"
         return "; ".join((text, *self.notes))
@@ -127,6 +146,8 @@ class Outcome(Displayed, Generic[Cfg]):
             "clock": self.clock,
             "seconds": self.seconds(self.best),
             "heuristic_seconds": None if self.heuristic is None else self.seconds(self.heuristic),
+            "speedup": None if self.gain is None else self.gain.to_plain(),
+            "plain": None if self.plain is None else self.plain.to_plain(),
             "notes": list(self.notes),
             "sure": self.sure,
             "incomplete": self.incomplete,
@@ -152,22 +173,29 @@ def _table(outcome: Outcome[Any], title: str = "") -> Shown:
     heuristic = None if outcome.heuristic is None else outcome.seconds(outcome.heuristic)
 
     def row(trial: Trial[Any]) -> tuple[str, ...]:
-        marks = []
-        if trial.cfg == outcome.best:
-            marks.append("best")
-        if trial.cfg == outcome.heuristic:
-            marks.append("heuristic")
+        is_best, is_heuristic = trial.cfg == outcome.best, trial.cfg == outcome.heuristic
+        marks = ["best"] * is_best + ["heuristic"] * is_heuristic
         if trial.reason and trial.verdict is Verdict.MEASURED:
             marks.append(trial.reason)
         if trial.seconds is None:
-            return (brief(trial.cfg), trial.verdict.value, "", "", trial.reason)
-        speedup = f"{heuristic / trial.seconds:.3f}" if heuristic else "-"
+            return (brief(trial.cfg), trial.verdict.value, "", "", "", trial.reason)
+        ratio = heuristic / trial.seconds if heuristic else None
+        gain = Gain(1.0, 1.0, 1.0) if is_heuristic else trial.speedup
+        speedup = against_heuristic(gain, ratio, chosen=is_best)
         taken = f"{len(trial.samples)} samples"
-        return (brief(trial.cfg), milliseconds(trial.seconds), speedup, taken, ", ".join(marks))
+        return (
+            brief(trial.cfg),
+            milliseconds(trial.seconds),
+            *speedup,
+            taken,
+            ", ".join(marks),
+        )
 
     ranked = sorted(outcome.trials, key=lambda trial: trial.seconds or float("inf"))
-    header = ("config", "time", "speedup", "", "")
-    return Shown(title, header, [row(trial) for trial in ranked], right=(1, 2))
+    header = ("config", "time", "speedup", "interval", "", "")
+    best, plain = outcome.seconds(outcome.best), outcome.plain
+    notes = [] if plain is None else [plain.sentence(best, milliseconds)]
+    return Shown(title, header, [row(trial) for trial in ranked], right=(1, 2), notes=notes)
 
 
 def known_trials(
@@ -196,9 +224,9 @@ def known_trials(
             samples = tuple(int(ns) * 1e-9 for ns in samples_ns)
             reason = printable(str(record.get("reason", "")), keep="\n")
             order = record.get("order")
-            trial = Trial(
-                cfg, verdict, seconds, samples, reason, order if type(order) is int else None
-            )
+            order = order if type(order) is int else None
+            speedup = Gain.from_plain(record.get("speedup"))
+            trial = Trial(cfg, verdict, seconds, samples, reason, order, speedup)
         except (KeyError, ValueError, TypeError, OverflowError):
             continue  # measured again instead
         if verdict is Verdict.NOT_TRIED or (verdict is Verdict.MEASURED and not seconds):

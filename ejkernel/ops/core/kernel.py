@@ -96,7 +96,10 @@ class Kernel(Generic[Cfg, Out]):
     Optional: `reference(*args, **kwargs)`, the definition in plain JAX. The tuner compares
     candidates with it, and `implementation="reference"` calls it, for instance to differentiate
     more often than a rule of the kernel's own allows. For the tuner alone:
-    `make_inputs(inv, key) -> (args, kwargs)`, realistic inputs to measure with. For the report:
+    `make_inputs(inv, key) -> (args, kwargs)`, realistic inputs to measure with, and
+    `plain(*args, **kwargs)`, what users would write in plain JAX, where the reference is slower
+    than that: it is timed with the candidates (the reference otherwise) to say what the kernel
+    gains, and raises `NotImplementedError` for a call that it cannot express. For the report:
     `work(inv) -> Work`, the operations and bytes of a call.
 
     >>> import dataclasses, jax, jax.numpy as jnp

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ...speedup import Gain, PlainJax, times
 from ...store.reading import parse_json, shown
 from ...store.rows import wrong_about
 from ..config import context
@@ -40,6 +41,8 @@ class Entry:
       heuristic_seconds: that of the heuristic config.
       origin: where the config comes from, in words.
       outcome: every candidate, if it was measured in this process.
+      gain: how many times faster it is than the heuristic config, with the confidence interval.
+      plain: the same call in plain JAX, if that was timed.
     """
 
     op_id: str
@@ -50,6 +53,25 @@ class Entry:
     heuristic_seconds: float | None = dataclasses.field(default=None, compare=False)
     origin: str = dataclasses.field(default="", compare=False, repr=False)
     outcome: Outcome[Any] | None = dataclasses.field(default=None, compare=False, repr=False)
+    gain: Gain | None = dataclasses.field(default=None, compare=False, repr=False)
+    plain: PlainJax | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def of(
+        cls, key: ConfigKey, cfg: Any, signature: str, about: Mapping[str, Any], origin: str
+    ) -> Entry:
+        """The entry of a config and what is stored with it."""
+        return cls(
+            key.op_id,
+            key.call_key,
+            cfg,
+            signature,
+            about.get("seconds"),
+            about.get("heuristic_seconds"),
+            origin,
+            gain=Gain.from_plain(about.get("speedup")),
+            plain=PlainJax.from_plain(about.get("plain")),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +152,8 @@ class AutotuningResult(Displayed):
             chosen = named[0]
         assert isinstance(chosen, Entry)
         head = f"{chosen.op_id}({chosen.signature})\n  {chosen.cfg}\n  {chosen.origin}"
+        if chosen.outcome is None and chosen.plain is not None:
+            head += f"\n  {chosen.plain.sentence(chosen.seconds, milliseconds)}"
         return head if chosen.outcome is None else f"{head}\n{chosen.outcome.explain()}"
 
     # --- as a collection -------------------------------------------------------------------------
@@ -169,6 +193,10 @@ class AutotuningResult(Displayed):
         names = ("op_id", "call_key", "signature", "seconds", "heuristic_seconds")
         entries = [
             {name: getattr(entry, name) for name in names}
+            | {
+                "speedup": None if entry.gain is None else entry.gain.to_plain(),
+                "plain": None if entry.plain is None else entry.plain.to_plain(),
+            }
             | {"config": to_plain(entry.cfg), "config_type": qualified_name(type(entry.cfg))}
             for entry in self.entries
         ]
@@ -205,10 +233,16 @@ class AutotuningResult(Displayed):
     def _shown(self) -> Shown:
         return Shown(
             f"tuned for {self.device}",
-            ("operation", "shapes", "heuristic", "tuned", "speedup", "config"),
+            (
+                *("operation", "shapes", "plain JAX", "default", "tuned"),
+                *("over plain", "over default", "config"),
+            ),
             [_row(entry) for entry in self.entries],
-            right=(2, 3, 4),
-            notes=[f"not tuned: {skipped.label}: {skipped.reason}" for skipped in self.skipped],
+            right=(2, 3, 4, 5, 6),
+            notes=[
+                *(note for entry in self.entries if (note := _about_plain(entry))),
+                *(f"not tuned: {skipped.label}: {skipped.reason}" for skipped in self.skipped),
+            ],
         )
 
     def __str__(self) -> str:
@@ -250,20 +284,29 @@ def _entry_from_plain(plain: Any, where: str) -> Entry:
         plain.get("seconds"),
         plain.get("heuristic_seconds"),
         origin="loaded",
+        gain=Gain.from_plain(plain.get("speedup")),
+        plain=PlainJax.from_plain(plain.get("plain")),
     )
 
 
 def _row(entry: Entry) -> tuple[str, ...]:
-    heuristic, tuned = entry.heuristic_seconds, entry.seconds
-    speedup = f"{heuristic / tuned:.2f}" if tuned and heuristic else "-"
+    heuristic, tuned, plain = entry.heuristic_seconds, entry.seconds, entry.plain
     # Repeated arguments are counted: `3 × float32[1,1024,8,64], causal=True`.
     parts = [(part, len(list(run))) for part, run in itertools.groupby(entry.signature.split(", "))]
     short = ", ".join(part if count == 1 else f"{count} × {part}" for part, count in parts)
     return (
         entry.op_id,
         short or entry.call_key,
+        milliseconds(None if plain is None else plain.seconds),
         milliseconds(heuristic),
         milliseconds(tuned),
-        speedup,
+        "–" if plain is None else plain.faster(tuned),
+        times(heuristic / tuned) if tuned and heuristic else "–",
         brief(entry.cfg),
     )
+
+
+def _about_plain(entry: Entry) -> str:
+    """Why plain JAX has no time or was stopped, if so."""
+    plain = entry.plain
+    return f"plain JAX: {entry.op_id}: {plain.reason}" if plain and plain.reason else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -253,16 +254,8 @@ def distinct_calls(
 def _entry(inv: Invocation[Any, Any], decision: Decision[Any]) -> Entry:
     outcome = decision.about if isinstance(decision.about, Outcome) else None
     about = outcome.about() if outcome is not None else dict(decision.about or {})
-    return Entry(
-        inv.key.op_id,
-        inv.key.call_key,
-        decision.cfg,
-        inv.signature,
-        about.get("seconds"),
-        about.get("heuristic_seconds"),
-        decision.reason,
-        outcome,
-    )
+    entry = Entry.of(inv.key, decision.cfg, inv.signature, about, decision.reason)
+    return dataclasses.replace(entry, outcome=outcome)
 
 
 def _tuning_sources(force: bool) -> Sources:

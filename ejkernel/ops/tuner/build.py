@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -42,6 +43,11 @@ class TuningTask:
       measured: what the functions compute, for the report.
       notes: remarks that go with the outcome.
       work: what a call has to do, which goes with the outcome too.
+      plain: the same in plain JAX, as users would write it; it is timed, never chosen. One that
+        raises `NotImplementedError` when traced cannot express the call, and the reference is
+        timed instead, as it is without one.
+      plain_name: what that function is called.
+      reference_name: what the reference is called.
     """
 
     name: str
@@ -57,6 +63,9 @@ class TuningTask:
     measured: str = "forward"
     notes: tuple[str, ...] = ()
     work: Mapping[str, Any] | None = None
+    plain: Function | None = None
+    plain_name: str = "plain"
+    reference_name: str = "reference"
 
 
 class Builder:
@@ -73,6 +82,7 @@ class Builder:
     ) -> None:
         self.bench = bench
         self.reference: Any = None
+        self.reference_seconds = 0.0  # of the reference's first run
         self.refused: dict[str, Trial[Any]] = {}
         self.duplicates: dict[str, str] = {}  # config -> the earlier config with the same program
         self.compilations = 0
@@ -108,7 +118,9 @@ class Builder:
     def use_as_reference(self, function: Function) -> None:
         """Make a function's output the reference that all candidates are compared with."""
         handle = self.bench.compile(self.bench.lower(function))
+        start = time.monotonic()
         self.bench.run(handle)
+        self.reference_seconds = time.monotonic() - start
         self.trust(handle)
 
     def trust(self, handle: Any) -> None:

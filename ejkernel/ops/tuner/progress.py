@@ -178,6 +178,10 @@ class Progress(Bar):
         self.update(completed=done, what=f"racing {running}")
         self._tell("round", running=running, done=done)
 
+    def timing_plain(self) -> None:
+        """The race is decided; plain JAX is timed with the winner."""
+        self.update(what="timing plain JAX")
+
     def _tell(self, step: str, **data: Any) -> None:
         for listener in self.listeners:
             try:

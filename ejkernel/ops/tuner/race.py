@@ -14,14 +14,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-import statistics
 import time
 from collections.abc import Callable, Container, Sequence
 
+from ...speedup import SURE, Gain, compare, gain_of
 from .clock import typical
 
 LEAST_GAIN = 0.01  # a challenger within one percent of the baseline does not replace it
-SURE = 2.5  # standard errors
 CLEARLY = 1.25  # slower at its best than the leader at its worst by this factor: no doubt is left
 DUEL = (6, 24)  # fewest and most rounds of challenger against baseline
 LIKELY = 1.5  # standard errors that are enough at the end of a duel
@@ -70,6 +69,7 @@ class Race:
         self.running = list(range(len(self.samplers)))
         self.withdrawn: set[int] = set()
         self.sure = False
+        self._duels: dict[int, tuple[list[float], list[float]]] = {}  # challenger -> both samples
 
     def run(self) -> int | None:
         """Run it; the winner's index, or None if all had to withdraw."""
@@ -107,6 +107,19 @@ class Race:
     def doubt(self) -> float:
         """By how much somebody else may yet turn out faster than the leader, as a share."""
         return max([0.0, *(error - ratio for ratio, error in self._behind().values())])
+
+    def speedup(self, index: int) -> Gain | None:
+        """How many times faster than the baseline one is, by the rounds that decided about it.
+
+        Those are the rounds of its duel, if it had one, else all that both ran. None without a
+        baseline, and of what was sampled once.
+        """
+        if self.baseline is None or self.baseline in self.withdrawn:
+            return None
+        if index == self.baseline:
+            return Gain(1.0, 1.0, 1.0) if self.samples[index] else None
+        both = self._duels.get(index, (self.samples[self.baseline], self.samples[index]))
+        return gain_of(*both) if min(map(len, both)) >= 2 else None
 
     def _behind(self) -> dict[int, tuple[float, float]]:
         """How much slower than the leader each of the others is, with the standard error."""
@@ -177,12 +190,14 @@ class Race:
         before = [len(self.samples[index]) for index in pair]  # the baseline may have had another
         for done in range(1, DUEL[1] + 1):
             if self.out_of_time():  # all that was measured so far must do
+                self._duels.pop(challenger, None)
                 gain, error = compare(self.samples[baseline], self.samples[challenger])
                 return beats_the_noise(gain, error)
             self._round(pair)
             if not self.withdrawn.isdisjoint(pair):
                 return challenger not in self.withdrawn
             mine, other = (self.samples[i][n:] for i, n in zip(pair, before, strict=True))
+            self._duels[challenger] = (other, mine)
             gain, error = compare(other, mine)
             if done >= DUEL[0] and (gain <= 0 or beats_the_noise(gain, error)):
                 break
@@ -192,21 +207,3 @@ class Race:
 def beats_the_noise(gain: float, error: float, errors: float = SURE) -> bool:
     """Whether a result of `compare` is more than a percent, and than so many standard errors."""
     return gain > max(LEAST_GAIN, errors * error)
-
-
-def compare(slower: Sequence[float], faster: Sequence[float]) -> tuple[float, float]:
-    """How much slower the first is, as a logarithm, and the standard error of that.
-
-    Only rounds that both ran are compared. Median and median deviation, because a burst of load or
-    one outlier must not decide.
-    """
-    together = min(len(slower), len(faster))
-    ratios = [math.log(a / b) for a, b in zip(slower[:together], faster[:together], strict=True)]
-    middle = statistics.median(ratios)
-    if together < 2:
-        return middle, math.inf
-    spread = 1.4826 * statistics.median(abs(ratio - middle) for ratio in ratios)
-    # The deviation itself is uncertain: with few rounds it says little, and below half a percent
-    # nothing.
-    uncertain = 1 + 3 / (together - 1) ** 2
-    return middle, uncertain * max(1.2533 * spread, 0.005) / math.sqrt(together)

@@ -9,14 +9,16 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...speedup import PlainJax, compare
 from ..config.outcome import Outcome, Trial, TuningFailed, TuningInterrupted, Verdict
 from ..utils.fingerprint import stable_json
 from .bench import Bench, BenchUnavailable, CandidateError
 from .build import Builder, TuningTask, reason_of
 from .clock import typical
+from .plain import time_plain
 from .progress import Progress
 from .progress_file import Best
-from .race import Race, Withdrawn, beats_the_noise, compare
+from .race import Race, Withdrawn, beats_the_noise
 from .search.effort import DOUBT, PATIENCE, SETTLING, Budget
 
 if TYPE_CHECKING:
@@ -47,6 +49,8 @@ class TuningRun:
         self._tried_before = max((trial.order or 0 for trial in task.known.values()), default=0)
         self._unrepeated: set[str] = set()  # ran once; a second run may give another output
         self._winner: str | None = None
+        self._raced: tuple[list[str], Race] | None = None
+        self._plain: PlainJax | None = None
 
     def run(self) -> Outcome[Any]:
         task, effort = self.task, self.tuner.effort
@@ -62,6 +66,7 @@ class TuningRun:
                 self._racing_seconds = effort.share_of_build * self._build(fresh)
                 if self.handles:
                     self._race(list(self.handles), effort.rounds)
+            self._time_plain()
         except BenchUnavailable as error:
             raise TuningFailed(f"{task.name}: candidates cannot be run: {error}") from error
         except KeyboardInterrupt:
@@ -147,6 +152,7 @@ class TuningRun:
         )
         # Before it runs: if it is interrupted, what was measured is here.
         self.samples.update(zip(keys, race.samples, strict=True))
+        self._raced = (keys, race)
         winner = race.run()
         self.sure = race.sure
         self._winner = None if winner is None else keys[winner]
@@ -172,6 +178,26 @@ class TuningRun:
             self.remarks[key] = difference.reason
         elif difference is not None:
             self.builder.refuse(self._configs[key], Verdict.NON_DETERMINISTIC, difference.reason)
+
+    def _time_plain(self) -> None:
+        """Have a time of plain JAX, if this run measured anything to compare it with."""
+        measured = self._measured([self._trial(cfg) for cfg in self.task.candidates])
+        if self._winner is None or not measured:
+            return
+        self.progress.timing_plain()
+        best = self._best(measured)
+        seconds = measured.get(self._baseline or "", best).seconds
+        assert seconds is not None
+        self._plain = time_plain(
+            self.bench,
+            self.task,
+            self.builder,
+            warmup=self.tuner.warmup,
+            winner=self.handles.get(stable_json(best.cfg)),
+            heuristic=seconds,
+            limit=self.tuner.effort.share_of_build * (time.monotonic() - self._start),
+            out_of_time=self._out_of_time,
+        )
 
     def _out_of_time(self) -> bool:
         return self.tuner.seconds is not None and self.budget.exhausted is not None
@@ -244,9 +270,7 @@ class TuningRun:
     def _outcome(self, incomplete: str, *, strict: bool = True) -> Outcome[Any] | None:
         task = self.task
         trials = [self._in_order(self._trial(cfg)) for cfg in task.candidates]
-        measured = {
-            stable_json(trial.cfg): trial for trial in trials if trial.verdict is Verdict.MEASURED
-        }
+        measured = self._measured(trials)
         if not measured:
             if strict:
                 lines = [
@@ -256,6 +280,7 @@ class TuningRun:
                 raise TuningFailed("\n".join([head, *lines]))
             return None
         best = self._best(measured)
+        trials = self._in_the_heuristics_time(trials, measured.get(self._baseline or ""))
         return Outcome(
             best=best.cfg,
             trials=tuple(trials),
@@ -267,7 +292,43 @@ class TuningRun:
             incomplete=incomplete if self._unfinished(trials) or not strict else "",
             took=time.monotonic() - self._start,
             work=task.work,
+            plain=self._plain_like(next(t.seconds for t in trials if t.cfg is best.cfg)),
         )
+
+    @staticmethod
+    def _measured(trials: list[Trial[Any]]) -> dict[str, Trial[Any]]:
+        return {
+            stable_json(trial.cfg): trial for trial in trials if trial.verdict is Verdict.MEASURED
+        }
+
+    def _in_the_heuristics_time(
+        self, trials: list[Trial[Any]], heuristic: Trial[Any] | None
+    ) -> list[Trial[Any]]:
+        """The trials of this run's race with their paired speedups, and times that agree with them.
+
+        Candidates that left early have their samples from other moments than those that stayed:
+        the ratio within rounds is what they have in common, and what decided.
+        """
+        if self._raced is None or heuristic is None or not heuristic.seconds:
+            return trials
+        keys, race = self._raced
+        speedups = {key: race.speedup(index) for index, key in enumerate(keys)}
+        changed = []
+        for trial in trials:
+            key = stable_json(trial.cfg)
+            gain = speedups.get(self.builder.duplicates.get(key, key))
+            if gain is not None and trial.seconds is not None:
+                seconds = heuristic.seconds / gain.times
+                trial = dataclasses.replace(trial, seconds=seconds, speedup=gain)
+            changed.append(trial)
+        return changed
+
+    def _plain_like(self, tuned: float | None) -> PlainJax | None:
+        """What is known of plain JAX, with the time that its speedup gives."""
+        plain = self._plain
+        if plain is None or plain.speedup is None or tuned is None:
+            return plain
+        return dataclasses.replace(plain, seconds=tuned * plain.speedup.times)
 
     def _unfinished(self, trials: list[Trial[Any]]) -> bool:
         searched = len(trials) > RACE_AT_MOST and self.tuner.strategy != "exhaustive"

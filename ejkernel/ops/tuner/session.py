@@ -66,9 +66,8 @@ def tune_invocation(
             args, kwargs = realistic_inputs(kernel, inv, getattr(tuner, "seed", 0))
         kwargs = without_implementation(kwargs)
         make_fn = function_maker(inv, kernel)
-        reference = getattr(kernel, "reference", None)
-        if reference is not None:
-            reference = mapped(reference, inv)
+        reference, reference_name = _optional(kernel, "reference", inv)
+        plain, plain_name = _optional(kernel, "plain", inv)
         of_users, inputs = make_fn, args
         measured = "forward"
         notes = pruned.notes
@@ -84,6 +83,7 @@ def tune_invocation(
                 args = (cotangents, *args)
                 make_fn, forward = (lambda cfg: with_gradients(forward(cfg), names)), make_fn
                 reference = reference and with_gradients(reference, names)
+                plain = plain and with_gradients(plain, names)
                 of_users = functools.partial(_with_hidden_gradients, make_fn, cotangents)
         if type(tuner).autotune is not Tuner.autotune:
             out = {*pruned.trials, *refused}
@@ -113,6 +113,9 @@ def tune_invocation(
                 measured=measured,
                 notes=notes + trouble,
                 work=work,
+                plain=plain,
+                plain_name=plain_name,
+                reference_name=reference_name,
             )
         )
 
@@ -125,6 +128,16 @@ def _work(
         return counted_work(kernel, inv), ()
     except Exception as error:  # noqa: BLE001  a figure for the report must not cost the tuning
         return None, (f"GFLOP/s are not shown: work raised {type(error).__name__}: {error}",)
+
+
+def _optional(
+    kernel: Kernel[Any, Any], name: str, inv: Invocation[Any, Any]
+) -> tuple[Function | None, str]:
+    """A function that a kernel may have, over the whole batch of a call, and what it is called."""
+    function = getattr(kernel, name, None)
+    if function is None:
+        return None, name
+    return mapped(function, inv), getattr(function, "__name__", name)
 
 
 def heuristic_seconds(tuner: Tuner, inv: Invocation[Any, Any], kernel: Kernel[Any, Any]) -> float:

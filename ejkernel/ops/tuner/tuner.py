@@ -165,6 +165,7 @@ class Tuner:
                 task,
                 make_function=lambda cfg: _flat(task.make_function(cfg), rest),
                 reference=None if task.reference is None else _flat(task.reference, rest),
+                plain=None if task.plain is None else _flat(task.plain, rest),
             )
             bench = self.bench(arrays)
             with (

@@ -116,4 +116,4 @@ def brief(cfg: Any) -> str:
 
 def milliseconds(seconds: float | None) -> str:
     """`1.234 ms`, or a dash for nothing measured."""
-    return "-" if seconds is None else f"{seconds * 1e3:.4g} ms"
+    return "–" if seconds is None else f"{seconds * 1e3:.4g} ms"

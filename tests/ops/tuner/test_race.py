@@ -8,6 +8,7 @@ import random
 import pytest
 
 from ejkernel.ops.tuner.race import Race, Withdrawn
+from ejkernel.speedup import Gain, gain_of
 
 
 class Track:
@@ -252,3 +253,35 @@ def test_a_race_without_a_baseline_is_won_by_the_fastest():
 def test_a_race_without_candidates_is_refused():
     with pytest.raises(ValueError, match="no candidates"):
         race([], 3)
+
+
+def test_the_speedup_that_is_shown_is_the_one_that_decided():
+    """Of who had a duel, that of its rounds: they were not used to choose it for the duel."""
+    noise = random.Random(0)
+    track = Track([1.05, 1.0], lambda now, runner, count: 1 + 0.02 * noise.random())
+    contest = Race(track.samplers(), screening=3, rounds=3, baseline=0)
+    assert contest.run() == 1
+    assert len(contest.samples[1]) >= 3 + 6  # the fewest rounds of a duel
+    duel = gain_of(contest.samples[0][3:], contest.samples[1][3:])
+    assert contest.speedup(1) == duel
+    assert duel.times != gain_of(contest.samples[0], contest.samples[1]).times
+    assert contest.speedup(0) == Gain(1.0, 1.0, 1.0)
+
+
+def test_who_left_early_is_compared_within_its_own_rounds():
+    """The machine becomes faster: whole samples would favour those that stayed."""
+    track = Track([1.0, 2.0, 0.5], lambda now, runner, count: 1 / (1 + 0.5 * count))
+    contest = Race(track.samplers(), screening=2, rounds=20, baseline=0, settling=0.0)
+    contest.run()
+    assert len(contest.samples[1]) < len(contest.samples[0])
+    assert contest.speedup(1).times == pytest.approx(0.5)
+    assert contest.speedup(2).times == pytest.approx(2.0)
+
+
+def test_without_a_baseline_or_a_second_sample_there_is_no_speedup():
+    contest = Race(Track([1.0, 2.0]).samplers())
+    contest.run()
+    assert contest.speedup(1) is None
+    short = Race(Track([1.0, 2.0]).samplers(), rounds=1, baseline=0)
+    short.run()
+    assert short.speedup(1) is None
