@@ -19,6 +19,9 @@ Level = Literal["sure", "likely", "open", "unknown"]
 REJECTED = ("wrong", "non-deterministic", "not deterministic", "failed", "unsupported")
 
 
+FEW_ROUNDS = 7  # of fewer, a confidence interval is only what was seen
+
+
 def duration(seconds: float | None) -> str:
     """A time in the unit that fits it.
 
@@ -256,9 +259,10 @@ def _of_model(model: BeforeAfter) -> Headline:
             "unknown", "one run only", "It was run once, so nothing is known of the noise."
         )
     elif gain.is_real:
+        few = len(model.before) < FEW_ROUNDS
         finding = Finding(
-            "sure",
-            "sure",
+            "likely" if few else "sure",
+            "few runs" if few else "sure",
             f"The speedup lies between {interval(gain, 'and')}, by {len(model.before)} runs of "
             "each interleaved.",
         )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..ops.config.cache import ConfigCache
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from ..ops.tuner.tuner import Tuner
 
 Labelled: TypeAlias = Invocation[Any, Any] | Skipped
+
+NOT_COMPARED = Comparison()
 
 
 class NothingToTune(ValueError):
@@ -124,9 +128,10 @@ def tune_calls(
         persist_autotune=order.save,
         on_event=order.on_event,
     )
+    record = functools.partial(_record, title=title, store=order.store, command=command)
     start = time.perf_counter()
     notes: list[str] = []
-    comparison = Comparison()
+    comparison = NOT_COMPARED
     try:
         if order.tune is not None:
             found = order.tune(selector)
@@ -140,45 +145,23 @@ def tune_calls(
         elif whole is not None and order.compare_seconds is not None and found.entries:
             comparison = _compared(whole, against, found, before, order.compare_seconds, notes)
     except KeyboardInterrupt:
+        took = time.perf_counter() - start
         result = _result(stored_result(selector, invocations))
-        run = Run.of(
-            result,
-            title=title,
-            seconds=time.perf_counter() - start,
-            store=order.store,
-            command=command,
-            notes=("interrupted by Ctrl-C",),
-        )
-        result.run, result.in_force = run, False
+        result.run = record(result, seconds=took, notes=["interrupted by Ctrl-C"])
         raise Interrupted(result) from None
-    rejected = comparison.is_slower
-    if rejected:
+    result = _result(found)
+    if comparison.is_slower:
         changed = [keys[key] for key in _changed(found, before) if key in keys]
         _restore(order.store, {key: earlier[key] for key in changed if key in earlier})
         stored = "; the store has what it had before" if order.save else ""
         notes.insert(0, f"slower with the tuned configs: they are not put in force{stored}")
-    result = _result(found)
-    if order.save and not rejected:
+    elif order.save:
         result.not_stored = _not_stored(found, order.store, keys)
-    run = Run.of(
-        result,
-        title=title,
-        seconds=took,
-        store=order.store,
-        model=comparison.model,
-        command=command,
-        notes=(*notes, *comparison.notes),
-    )
     counts = None if whole is None else whole.count_calls()
-    step = comparison.step_seconds
-    result.run = dataclasses.replace(
-        run,
-        operations=tuple(_with_share(o, counts, step) for o in run.operations),
-        plain=comparison.plain,
-        step_seconds=step,
-        rejected=rejected,
+    result.run = record(
+        result, seconds=took, notes=notes, comparison=comparison, counts=counts or {}
     )
-    result.in_force = order.install and not rejected
+    result.in_force = order.install and not comparison.is_slower
     if result.in_force:
         result.install(default_executor().selector)
     return result
@@ -186,6 +169,37 @@ def tune_calls(
 
 def _result(found: AutotuningResult) -> TuningResult:
     return TuningResult(found.device, found.entries, found.skipped)
+
+
+def _record(
+    result: TuningResult,
+    *,
+    title: str,
+    store: PersistentCache,
+    command: str,
+    seconds: float,
+    notes: Sequence[str],
+    comparison: Comparison = NOT_COMPARED,
+    counts: Mapping[str, int] = MappingProxyType({}),
+) -> Run:
+    """The record of a run: what was tuned, and what that is in the whole function."""
+    run = Run.of(
+        result,
+        title=title,
+        seconds=seconds,
+        store=store,
+        model=comparison.model,
+        command=command,
+        notes=(*notes, *comparison.notes),
+    )
+    step = comparison.step_seconds
+    return dataclasses.replace(
+        run,
+        operations=tuple(_with_share(o, counts, step) for o in run.operations),
+        plain=comparison.plain,
+        step_seconds=step,
+        rejected=comparison.is_slower,
+    )
 
 
 # --- before ---------------------------------------------------------------------------------------
@@ -254,7 +268,7 @@ def _compared(
     except Exception as error:  # noqa: BLE001  the configs are tuned and stored all the same
         first = (str(error).strip().splitlines() or [""])[0]
         notes.append(f"not compared before and after: {type(error).__name__}: {first}")
-        return Comparison()
+        return NOT_COMPARED
 
 
 def _not_stored(
@@ -277,10 +291,8 @@ def _known_already(found: AutotuningResult, order: Order) -> list[str]:
     return [f"known already, not measured: {of_all}; to measure again: {order.again}"]
 
 
-def _with_share(
-    operation: Operation, counts: Mapping[str, int] | None, step: float | None
-) -> Operation:
-    calls = (counts or {}).get(label(operation.op_id, operation.call_key))
+def _with_share(operation: Operation, counts: Mapping[str, int], step: float | None) -> Operation:
+    calls = counts.get(label(operation.op_id, operation.call_key))
     if calls is None:
         return operation
     known = step and operation.seconds is not None
