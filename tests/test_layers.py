@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # From the bottom to the top: a file imports from its own layer and from those before it.
 LAYERS = [
-    ("markup", "store", "native"),
+    ("markup", "formatting", "text_table", "store", "native"),
     ("ops.utils",),
     ("ops.core", "ops.registry"),
     ("ops.config",),

@@ -7,7 +7,8 @@ import statistics
 
 import click
 
-from ..report.formatting import described, duration, interval, times
+from ..formatting import described, duration, shortened, times
+from ..report.formatting import interval
 from . import options
 from .exits import Exit, Failure
 from .loading import import_modules, load
@@ -16,7 +17,7 @@ from .programs import invocations_of, operations_of, stored_result
 from .stores import open_place
 
 
-@click.command()
+@click.command(short_help="Compare a function with heuristic and with stored configs.")
 @click.argument("name", metavar="MODULE:FUNCTION")
 @options.store
 @click.option("--rounds", type=int, default=15, show_default=True, help="Most runs of each.")
@@ -71,7 +72,8 @@ def bench(
         for entry in result
     ]
     rows = [
-        (entry["op_id"], entry["signature"], described(entry["config"])) for entry in operations
+        (entry["op_id"], described(entry["config"]), shortened(entry["signature"]))
+        for entry in operations
     ]
     gain = compared.gain
     lines = [f"without: {skip.label}: {skip.reason}" for skip in result.skipped]
@@ -93,5 +95,5 @@ def bench(
         "operations": operations,
         "not_stored": fields_of(result.skipped, "label", "reason"),
     }
-    state.result(data, table(("operation", "call", "stored config"), rows), *lines)
+    state.result(data, table(("operation", "stored config", "call"), rows, details=2), *lines)
     return Exit.OK

@@ -23,7 +23,7 @@ def _complete(context: click.Context, parameter: click.Parameter, begun: str) ->
     return [name for name in names() if name.startswith(begun)]
 
 
-@click.command()
+@click.command(short_help="Compile for TPU and CUDA devices that are not here.")
 @click.argument("name", metavar="[MODULE:FUNCTION]", required=False)
 @click.option(
     "--target",

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import click
 
 from .. import __version__
-from ..report.formatting import counted
+from ..formatting import counted
 from . import options
 from .exits import Exit, Failure, in_one_line
 from .output import State, styled, table
@@ -47,7 +47,7 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
-@click.command()
+@click.command(short_help="Look at this installation: what is here, what is missing.")
 @options.store
 @options.with_state
 def doctor(state: State, source: str | None) -> int:

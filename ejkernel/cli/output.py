@@ -2,20 +2,22 @@
 
 Everything is made into text first and written at once, so that a reader who goes away (`| head`)
 is met in one place only. Rich is imported when something is shown. Times, factors and configs look
-as in a report: `report.formatting`.
+as everywhere: `ejkernel.formatting`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ..markup import one_line, printable
 from ..report.plain import plain
+from ..text_table import table_lines
 
 WIDE = 100_000  # columns of a pipe: a line is never broken there
 
@@ -45,6 +47,33 @@ def note(text: str) -> None:
     sys.stderr.flush()
 
 
+def complain(message: str) -> None:
+    """Say what went wrong, on the standard error: `error: …`, in red if it is a terminal."""
+    head = "error:"
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        if not Console(stderr=True).no_color:  # NO_COLOR, as Rich reads it
+            head = f"\x1b[1;31m{head}\x1b[0m"
+    sys.stderr.write(f"{head} {printable(message, keep=chr(10) + chr(9))}\n")
+    sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def working(what: str, wanted: bool | None = None) -> Iterator[None]:
+    """Show that something takes its time, in a terminal: nobody waits before an empty screen."""
+    if not (sys.stderr.isatty() if wanted is None else wanted):
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        progress.add_task(one_line(what), total=None)
+        yield
+
+
 def rendered(*shown: Any) -> str:
     """Texts and tables as text: with colours in a terminal that wants them, plain elsewhere."""
     from rich.console import Console
@@ -66,11 +95,50 @@ def rendered(*shown: Any) -> str:
     return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[int] = ()) -> Any:
-    """A table: one line per row in a pipe, folded to the width of a terminal; None without rows."""
+class _WithDetails:
+    """A table whose last columns go under each line where the terminal is too narrow for them."""
+
+    def __init__(
+        self,
+        header: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        right: Sequence[int],
+        details: int,
+    ) -> None:
+        self._table = header, [[one_line(cell) for cell in row] for row in rows]
+        self._right, self._details = right, details
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.text import Text
+
+        header, rows = self._table
+        whole = table(header, rows, self._right)
+        if console.measure(whole).maximum <= options.max_width:
+            yield whole
+            return
+        styles = {"header": "bold", "row": "", "detail": "dim"}
+        for line in table_lines(
+            header, rows, right=self._right, details=self._details, width=options.max_width
+        ):
+            yield Text(line.text, style=styles[line.kind])
+
+
+def table(
+    header: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    right: Sequence[int] = (),
+    details: int = 0,
+) -> Any:
+    """A table: one line per row in a pipe, folded to the width of a terminal; None without rows.
+
+    So many of the last columns are `details`: on a narrow terminal they go under the line.
+    """
     from rich import box
     from rich.table import Table
 
+    rows = list(rows)
+    if details and rows:
+        return _WithDetails(header, rows, right, details)
     made = Table(
         box=box.SIMPLE_HEAD,
         header_style="bold",

@@ -10,8 +10,9 @@ import shlex
 import sys
 from typing import TYPE_CHECKING, Any
 
+from ..formatting import counted, described, duration, shortened, speedup, times
 from ..markup import one_line
-from ..report.formatting import counted, described, duration, interval, speedup, times
+from ..report.formatting import interval
 from .exits import os_reason
 from .output import State, fields_of, note, table
 
@@ -109,17 +110,17 @@ def answer(
     rows = [
         (
             operation.op_id,
-            operation.signature or operation.call_key,
             duration(operation.heuristic_seconds),
             duration(operation.seconds),
             speedup(operation.heuristic_seconds, operation.seconds),
-            described(operation.config),
             "interrupted" if operation.incomplete else "",
+            described(operation.config),
+            shortened(operation.signature) or operation.call_key,
         )
         for operation in run.operations
     ]
-    header = ("operation", "call", "heuristic", "tuned", "speedup", "config", "")
-    shown: list[Any] = [table(header, rows, right=(2, 3, 4))]
+    header = ("operation", "heuristic", "tuned", "speedup", "", "config", "call")
+    shown: list[Any] = [table(header, rows, right=(1, 2, 3), details=2)]
     shown += [f"not tuned: {skip.label}: {one_line(skip.reason)}" for skip in result.skipped]
     if run.model is not None:
         gain, rounds = run.model.gain, len(run.model.before)

@@ -47,12 +47,13 @@ def _listener(total: int) -> Callable[..., None]:
 
 
 @click.command(
+    short_help="Tune every operation of a function, and store the result.",
     help=f"""Tune every operation of a function, and store the result.
 
     MODULE:FUNCTION (or FILE.py:FUNCTION) is a function of yours without arguments: {HOW}.
 
     What is tuned already is not measured again, and a run that was interrupted, by a limit or by
-    Ctrl-C, goes on where it stopped when the same command is typed again."""
+    Ctrl-C, goes on where it stopped when the same command is typed again.""",
 )
 @click.argument("name", metavar="[MODULE:FUNCTION]", required=False)
 @click.option(

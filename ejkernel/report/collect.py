@@ -11,6 +11,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..formatting import is_time
 from ..ops import AutotuningResult, PersistentCache
 from ..ops.core.types import ConfigKey
 from ..ops.execution.results import Entry
@@ -19,7 +20,7 @@ from ..ops.utils.fingerprint import device_fingerprint
 from ..ops.utils.provenance import versions
 from ..ops.utils.serialize import to_plain
 from ..store.rows import sound_about
-from .record import Candidate, Gain, NotTuned, Operation, is_time
+from .record import Candidate, Gain, NotTuned, Operation
 
 StoreLike = PersistentCache | str | os.PathLike[str] | None
 

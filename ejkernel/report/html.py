@@ -11,20 +11,9 @@ import hashlib
 from collections.abc import Sequence
 from importlib import resources
 
+from ..formatting import counted, described, duration, shortened, times
 from ..markup import Markup, joined, tag
-from .formatting import (
-    REJECTED,
-    Finding,
-    counted,
-    described,
-    duration,
-    headline,
-    how_sure,
-    interval,
-    shortened,
-    time_spent,
-    times,
-)
+from .formatting import REJECTED, Finding, headline, how_sure, interval, time_spent
 from .operations import operation_card
 from .plots import axis_line, before_after_rows, gain_axis, gain_row, gain_ticks
 from .record import BeforeAfter, Gain, Operation, Run

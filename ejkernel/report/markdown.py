@@ -5,21 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from ..formatting import counted, described, duration, shortened, speedup, times
 from ..markup import escaped_markdown as escaped
 from ..markup import markdown_table as table
-from .formatting import (
-    REJECTED,
-    counted,
-    described,
-    duration,
-    headline,
-    how_sure,
-    interval,
-    shortened,
-    speedup,
-    time_spent,
-    times,
-)
+from .formatting import REJECTED, headline, how_sure, interval, time_spent
 from .record import BeforeAfter, Candidate, Operation, Run
 from .space import dimensions
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..formatting import counted, described, duration, shortened
 from ..markup import Markup, tag
-from .formatting import REJECTED, counted, described, duration, how_sure, rounded, shortened
+from .formatting import REJECTED, how_sure, rounded
 from .plots import axis_line, candidate_rows, heat_map, time_axis
 from .record import Candidate, Operation
 from .space import dimensions, maps

@@ -11,9 +11,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from ..formatting import described, duration, speedup, times
 from ..markup import Markup, joined, tag
 from .axis import Axis
-from .formatting import described, duration, interval, rounded, speedup, times
+from .formatting import interval, rounded
 from .record import BeforeAfter, Candidate, Gain, Operation
 from .space import Cell, Map, dimensions
 

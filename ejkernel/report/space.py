@@ -8,7 +8,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from .formatting import Value, flat
+from ..formatting import Value, flat
 from .record import Candidate, Operation
 
 MOST_MAPS = 6

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ..formatting import times
 from ..markup import Markup, tag
-from .formatting import Finding, times
+from .formatting import Finding
 from .record import Gain
 
 

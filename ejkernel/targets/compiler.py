@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ..ops.tuner.isolation.process import START_SECONDS, Process, WorkerLost, WorkerUnavailable
 from ..ops.tuner.isolation.worker import Header
 from ..ops.utils import environment
-from ..ops.utils.display import text_table
+from ..ops.utils.display import Displayed, Shown, as_text
 from ..ops.utils.stable import short_hash
 from ..store.private import PrivateFolder
 from ..store.reading import parse_json
@@ -83,7 +83,7 @@ class Availability:
 
 
 @dataclasses.dataclass(frozen=True)
-class Available:
+class Available(Displayed):
     """All known targets. Prints as a table."""
 
     entries: tuple[Availability, ...]
@@ -102,7 +102,7 @@ class Available:
         """The targets that can be compiled for here."""
         return tuple(entry.target for entry in self.entries if entry.usable)
 
-    def __str__(self) -> str:
+    def _shown(self) -> Shown:
         rows = [
             (
                 entry.target.name,
@@ -112,7 +112,10 @@ class Available:
             )
             for entry in self.entries
         ]
-        return text_table(("target", "device", "compiles here", "with, or what it lacks"), rows)
+        return Shown("", ("target", "device", "compiles here", "with, or what it lacks"), rows)
+
+    def __str__(self) -> str:
+        return as_text(self._shown())
 
 
 def available(*, ask: bool = False) -> Available:

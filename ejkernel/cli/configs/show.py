@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
+from ...formatting import counted, described, duration, shortened, speedup
 from ...markup import one_line
-from ...report.formatting import counted, described, duration, speedup
 from .. import options
 from ..exits import Exit
 from ..loading import import_modules, load
@@ -31,20 +31,20 @@ def list_(state: State, source: str | None, op: str | None, device: str | None) 
         (
             entry["key"][1],
             entry["key"][2],
-            entry["about"].get("signature") or "",
-            described(entry["config"]),
             duration(entry["about"].get("seconds")),
             speedup(entry["about"].get("heuristic_seconds"), entry["about"].get("seconds")),
             remark(entry),
+            described(entry["config"]),
+            shortened(entry["about"].get("signature") or ""),
             entry["key"][0],
         )
         for entry in entries
     ]
-    header = ("operation", "key", "call", "config", "time", "speedup", "", "device")
+    header = ("operation", "key", "time", "speedup", "", "config", "call", "device")
     data = {"place": place.shown, "entries": [as_data(entry) for entry in entries]}
     count = f"{counted(len(entries), 'entry')} in {place.shown}"
     hint = "" if entries else "; tune something with `ejkernel tune module:function`"
-    state.result(data, table(header, rows, right=(4, 5)), f"{count}{hint}")
+    state.result(data, table(header, rows, right=(2, 3), details=3), f"{count}{hint}")
 
 
 @click.command()
@@ -180,15 +180,15 @@ def diff(state: State, first: str, second: str, op: str | None, device: str | No
         present = one or other
         assert present is not None
         what = "config" if one and other else f"only in {places[0 if one else 1].shown}"
-        call = present["about"].get("signature") or ""
-        rows.append((key[1], key[2], call, what, _config(one), _config(other), key[0]))
+        call = shortened(present["about"].get("signature") or "")
+        rows.append((key[1], key[2], what, _config(one), _config(other), call, key[0]))
         both = {"first": one and as_data(one), "second": other and as_data(other)}
         data.append({"key": list(key), **both})
     same = len({*left, *right}) - len(rows)
     counts = f"{len(rows)} different, {same} the same"
     answer = {"first": places[0].shown, "second": places[1].shown, "same": same, "differ": data}
-    header = ("operation", "key", "call", "difference", "first", "second", "device")
-    state.result(answer, table(header, rows), counts)
+    header = ("operation", "key", "difference", "first", "second", "call", "device")
+    state.result(answer, table(header, rows, details=4), counts)
     return Exit.NOT_WELL if rows else Exit.OK
 
 

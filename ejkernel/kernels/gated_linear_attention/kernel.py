@@ -8,6 +8,7 @@ import jax
 
 from ejkernel.ops import Dimension, Invocation, Kernel, NearShapes, Partitioning
 
+from ..sizes import default_scale
 from .pallas_gpu import PALLAS_GPU
 from .pallas_tpu import PALLAS_TPU
 from .reference import gated_linear_attention_reference
@@ -39,6 +40,9 @@ class GatedLinearAttention(Kernel[Any, Any]):
             keywords={"initial_state": "b h d e"},
             independent="b h",
         )
+
+    def default_keywords(self, *args: Any) -> dict[str, Any]:
+        return default_scale("scale", *args)
 
     def make_inputs(self, inv: Invocation[Any, Any], key: jax.Array) -> tuple[Any, Any]:
         """Random numbers, but decays that decay: with growth nothing would stay finite."""

@@ -39,6 +39,9 @@ class RmsNorm(_Norm):
     implementations = tuple(m.implementation(centered=False) for m in (pallas_tpu, pallas_gpu, xla))
     reference = staticmethod(rms_norm_reference)
 
+    def default_keywords(self, *args: Any) -> dict[str, Any]:
+        return {"eps": 1e-6}
+
 
 class LayerNorm(_Norm):
     """`(x - mean) / sqrt(var + eps) · weight + bias`. Use `ejkernel.modules.layer_norm`.
@@ -49,3 +52,6 @@ class LayerNorm(_Norm):
 
     implementations = tuple(m.implementation(centered=True) for m in (pallas_tpu, pallas_gpu, xla))
     reference = staticmethod(layer_norm_reference)
+
+    def default_keywords(self, *args: Any) -> dict[str, Any]:
+        return {"eps": 1e-5}

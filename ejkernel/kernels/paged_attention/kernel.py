@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from ejkernel.ops import Dimension, Invocation, Kernel, NearShapes, Partitioning
 
+from ..sizes import default_scale
 from .pallas_gpu import PALLAS_GPU
 from .pallas_tpu import PALLAS_TPU
 from .reference import paged_attention_reference
@@ -39,6 +40,9 @@ class PagedAttention(Kernel[Any, jax.Array]):
 
     def entries_are_independent(self, *args: Any, **options: Any) -> bool:
         return True
+
+    def default_keywords(self, *args: Any) -> dict[str, Any]:
+        return default_scale("softmax_scale", *args)
 
     def make_inputs(
         self, inv: Invocation[Any, Any], key: jax.Array

@@ -7,9 +7,11 @@ import enum
 from collections.abc import Iterable, Mapping
 from typing import Any, Generic
 
+from ...formatting import described, duration, times
+from ...formatting import speedup as speedup_text
 from ...markup import printable
 from ..core.types import Cfg
-from ..utils.display import Displayed, Shown, as_text, brief, milliseconds
+from ..utils.display import Displayed, Shown, as_text
 from ..utils.serialize import to_plain
 from ..utils.stable import stable_json
 
@@ -106,9 +108,9 @@ class Outcome(Displayed, Generic[Cfg]):
         text = f"measured {measured} of {len(self.trials)} candidates ({self.measured})"
         best = self.seconds(self.best)
         if best is not None:
-            text += f", {best * 1e3:.4g} ms per call"
+            text += f", {duration(best)} per call"
         if self.speedup is not None:
-            text += f", {self.speedup:.2f}x the heuristic's speed"
+            text += f", {times(self.speedup)} the heuristic's speed"
         if self.incomplete:
             text += f"; incomplete: {self.incomplete}"
         return "; ".join((text, *self.notes))
@@ -152,10 +154,14 @@ def _table(outcome: Outcome[Any], title: str = "") -> Shown:
         if trial.reason and trial.verdict is Verdict.MEASURED:
             marks.append(trial.reason)
         if trial.seconds is None:
-            return (brief(trial.cfg), trial.verdict.value, "", "", trial.reason)
-        speedup = f"{heuristic / trial.seconds:.3f}" if heuristic else "-"
-        taken = f"{len(trial.samples)} samples"
-        return (brief(trial.cfg), milliseconds(trial.seconds), speedup, taken, ", ".join(marks))
+            return (described(trial.cfg), trial.verdict.value, "", "", trial.reason)
+        return (
+            described(trial.cfg),
+            duration(trial.seconds),
+            speedup_text(heuristic, trial.seconds),
+            f"{len(trial.samples)} samples",
+            ", ".join(marks),
+        )
 
     ranked = sorted(outcome.trials, key=lambda trial: trial.seconds or float("inf"))
     header = ("config", "time", "speedup", "", "")

@@ -206,6 +206,13 @@ class Kernel(Generic[Cfg, Out]):
         """
         return False
 
+    def default_keywords(self, *args: Any) -> Mapping[str, Any]:
+        """What keywords are when nobody says otherwise, for these arguments.
+
+        Tables and messages leave such keywords out. Nothing else depends on it.
+        """
+        return {}
+
     @default
     def candidate_cfgs(self, inv: Invocation[Cfg, Out]) -> Iterable[Cfg]:
         """Configs worth trying. Another name for `config_space`; write either."""

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from ...formatting import described, duration, shortened, speedup
 from ...store.reading import parse_json, shown
 from ...store.rows import wrong_about
 from ..config import context
 from ..config.cache import OverlayLayer
 from ..core import catalog
 from ..core.types import ConfigKey
-from ..utils.display import Displayed, Shown, as_text, brief, milliseconds
+from ..utils.display import Displayed, Shown, as_text
 from ..utils.fingerprint import device_fingerprint
 from ..utils.serialize import config_type_named, from_plain, qualified_name, to_plain
 
@@ -205,9 +205,10 @@ class AutotuningResult(Displayed):
     def _shown(self) -> Shown:
         return Shown(
             f"tuned for {self.device}",
-            ("operation", "shapes", "heuristic", "tuned", "speedup", "config"),
+            ("operation", "heuristic", "tuned", "speedup", "config", "call"),
             [_row(entry) for entry in self.entries],
-            right=(2, 3, 4),
+            right=(1, 2, 3),
+            details=2,
             notes=[f"not tuned: {skipped.label}: {skipped.reason}" for skipped in self.skipped],
         )
 
@@ -254,16 +255,11 @@ def _entry_from_plain(plain: Any, where: str) -> Entry:
 
 
 def _row(entry: Entry) -> tuple[str, ...]:
-    heuristic, tuned = entry.heuristic_seconds, entry.seconds
-    speedup = f"{heuristic / tuned:.2f}" if tuned and heuristic else "-"
-    # Repeated arguments are counted: `3 × float32[1,1024,8,64], causal=True`.
-    parts = [(part, len(list(run))) for part, run in itertools.groupby(entry.signature.split(", "))]
-    short = ", ".join(part if count == 1 else f"{count} × {part}" for part, count in parts)
     return (
         entry.op_id,
-        short or entry.call_key,
-        milliseconds(heuristic),
-        milliseconds(tuned),
-        speedup,
-        brief(entry.cfg),
+        duration(entry.heuristic_seconds),
+        duration(entry.seconds),
+        speedup(entry.heuristic_seconds, entry.seconds),
+        described(entry.cfg),
+        shortened(entry.signature) or entry.call_key,
     )

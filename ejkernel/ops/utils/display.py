@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from ...markup import escaped_markdown, markdown_table, one_line, tag
+from ...text_table import WIDTH, table_lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Shown:
       rows: the cells.
       right: the columns that are aligned to the right.
       notes: what stands below it.
+      details: so many of the last columns stand under their row where the screen is narrow.
     """
 
     title: str
@@ -29,6 +30,7 @@ class Shown:
     rows: Sequence[Sequence[str]]
     right: Sequence[int] = ()
     notes: Sequence[str] = ()
+    details: int = 0
 
     def html(self) -> str:
         """The table as HTML."""
@@ -75,45 +77,9 @@ class Displayed:
         return self._shown().markdown()
 
 
-def text_table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()
-) -> str:
-    """Columns as wide as their content; those numbered in `right` are aligned to the right."""
-    table = [list(header), *map(list, rows)]
-    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
-
-    def line(row: Sequence[str]) -> str:
-        cells = [
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        return "  ".join(cells).rstrip()
-
-    return "\n".join([line(header), line(["-" * width for width in widths]), *map(line, rows)])
-
-
-def as_text(shown: Shown) -> str:
-    """A table for a terminal or a log file."""
+def as_text(shown: Shown, width: int = WIDTH) -> str:
+    """A table for a terminal or a log file, at most so many columns wide."""
     rows = [[one_line(cell) for cell in row] for row in shown.rows]
     title = [one_line(shown.title)] if shown.title else []
-    table = text_table(shown.header, rows, shown.right)
-    return "\n".join([*title, table, *map(one_line, shown.notes)])
-
-
-def brief(cfg: Any) -> str:
-    """A config without the fields that are None and without class names: `block=64`."""
-    if not dataclasses.is_dataclass(cfg) or isinstance(cfg, type):
-        return str(cfg)
-    shown = []
-    for field in dataclasses.fields(cfg):
-        value = getattr(cfg, field.name)
-        if dataclasses.is_dataclass(value):
-            shown.append(f"{field.name}({brief(value)})")
-        elif value is not None:
-            shown.append(f"{field.name}={value}")
-    return " ".join(shown)
-
-
-def milliseconds(seconds: float | None) -> str:
-    """`1.234 ms`, or a dash for nothing measured."""
-    return "-" if seconds is None else f"{seconds * 1e3:.4g} ms"
+    lines = table_lines(shown.header, rows, right=shown.right, details=shown.details, width=width)
+    return "\n".join([*title, *(line.text for line in lines), *map(one_line, shown.notes)])
