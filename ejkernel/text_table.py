@@ -64,7 +64,7 @@ def table_lines(
 
     def one(cells: Sequence[str], kind: Kind) -> Iterator[Line]:
         if apart:
-            yield from _wrapped(cells[0], "", width, kind)
+            yield Line(cells[0], kind)
         begin = indent + "".join(f"{_padded(cells[i], widths[i], i in right)}  " for i in columns)
         if wraps and room >= _LEAST:
             yield from _wrapped(cells[last], begin, width, kind)
@@ -96,9 +96,13 @@ def _padded(cell: str, width: int, right: bool) -> str:
 
 
 def _wrapped(text: str, begin: str, width: int, kind: Kind) -> Iterator[Line]:
-    """A text after `begin`, on as many lines as it needs; only whole words go to the next one."""
+    """A text after `begin`, on as many lines as it needs; only whole words go to the next one.
+
+    Those lines are marked: no text, whoever wrote it, looks like a line of ours.
+    """
     parts = textwrap.wrap(
         text, max(_LEAST, width - len(begin)), break_long_words=False, break_on_hyphens=False
     )
+    again = " " * (len(begin) - 2) + "… "
     for number, part in enumerate(parts or [""]):
-        yield Line(f"{begin if number == 0 else ' ' * len(begin)}{part}".rstrip(), kind)
+        yield Line(f"{again if number else begin}{part}".rstrip(), kind)

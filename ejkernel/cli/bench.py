@@ -12,7 +12,7 @@ from ..report.formatting import interval
 from . import options
 from .exits import Exit, Failure
 from .loading import import_modules, load
-from .output import State, fields_of, table
+from .output import State, fields_of, table, working
 from .programs import invocations_of, operations_of, stored_result
 from .stores import open_place
 
@@ -41,17 +41,18 @@ def bench(
     """
     if rounds < 1:
         raise click.UsageError(f"--rounds {rounds} must be 1 or more")
-    from ..ops import ConfigCache, ConfigSelectorChain
-    from ..ops.utils.serialize import to_plain
+    with working(f"loading {name}"):
+        place = open_place(source)
+        if place.store is None:
+            raise click.UsageError(
+                "--store: give a folder or a URL; a bundle is named in EJKERNEL_CONFIG_PATH"
+            )
+        import_modules(modules)
+        subject = load(name)
+        found = operations_of(subject.lower(), name)
 
-    place = open_place(source)
-    if place.store is None:
-        raise click.UsageError(
-            "--store: give a folder or a URL; a bundle is named in EJKERNEL_CONFIG_PATH"
-        )
-    import_modules(modules)
-    subject = load(name)
-    found = operations_of(subject.lower(), name)
+        from ..ops import ConfigCache, ConfigSelectorChain
+        from ..ops.utils.serialize import to_plain
     selector = ConfigSelectorChain(ConfigCache(), persistent=place.store)
     result = stored_result(selector, invocations_of(found))
     if not result.entries:
@@ -60,7 +61,8 @@ def bench(
             f"to compare; run `ejkernel tune {name}` first",
             Exit.NOT_WELL,
         )
-    compared = subject.compare(result, rounds=rounds, seconds=seconds)
+    with working(f"running {name} with heuristic and with stored configs"):
+        compared = subject.compare(result, rounds=rounds, seconds=seconds)
     before, after = (statistics.median(samples) for samples in (compared.before, compared.after))
     operations = [
         {

@@ -10,7 +10,7 @@ import click
 from . import options
 from .exits import Exit, Failure, in_one_line
 from .loading import import_modules, load
-from .output import State, table
+from .output import State, table, working
 from .programs import invocations_of, operations_of, skipped_of
 
 if TYPE_CHECKING:
@@ -74,8 +74,9 @@ def check(
     if file is not None and lower_only:
         raise click.UsageError("--export ranks by what compilers say; leave out --lower-only")
     targets = _targets(wanted, lower_only)
-    import_modules(modules)
-    found = operations_of(load(name).lower(), name)
+    with working(f"loading {name}"):
+        import_modules(modules)
+        found = operations_of(load(name).lower(), name)
     from ..targets import TargetError, export
     from ..targets import check as check_call
 
@@ -85,9 +86,10 @@ def check(
     for target, inv in itertools.product(targets, invocations_of(found)):
         call = {"target": target.name, "op_id": inv.key.op_id, "signature": inv.signature}
         try:
-            result = check_call(
-                inv, target=target, compile=not lower_only, seconds=seconds, jobs=jobs
-            )
+            with working(f"{inv.full_op_id} for {target.name}"):
+                result = check_call(
+                    inv, target=target, compile=not lower_only, seconds=seconds, jobs=jobs
+                )
         except TargetError as error:
             reason = in_one_line(error).removeprefix("TargetError: ")
             shown.append(f"{inv.full_op_id}({inv.signature}) for {target.name}: {reason}")

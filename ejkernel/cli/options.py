@@ -21,7 +21,7 @@ class Group(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """What was typed; with nothing, the help."""
-        if not args:
+        if not args and not ctx.resilient_parsing:  # so completion asks
             write(f"{ctx.get_help()}\n")
             ctx.exit()
         return super().parse_args(ctx, args)

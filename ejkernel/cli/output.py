@@ -11,7 +11,9 @@ import contextlib
 import dataclasses
 import io
 import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -43,19 +45,33 @@ def write(text: str) -> None:
 
 def note(text: str) -> None:
     """Say something apart from the answer: on the standard error, where no program reads it."""
-    sys.stderr.write(printable(text, keep="\n\t") + "\n")
+    sys.stderr.write(_for_reading(text) + "\n")
     sys.stderr.flush()
+
+
+def _for_reading(text: str) -> str:
+    """A text for the standard error: in a terminal, no word is broken at the end of a line."""
+    text = printable(text, keep="\n\t")
+    if not sys.stderr.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    return "\n".join(
+        textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+        if len(line) > width
+        else line
+        for line in text.split("\n")
+    )
 
 
 def complain(message: str) -> None:
     """Say what went wrong, on the standard error: `error: …`, in red if it is a terminal."""
-    head = "error:"
+    text = _for_reading(f"error: {message}")
     if sys.stderr.isatty():
         from rich.console import Console
 
         if not Console(stderr=True).no_color:  # NO_COLOR, as Rich reads it
-            head = f"\x1b[1;31m{head}\x1b[0m"
-    sys.stderr.write(f"{head} {printable(message, keep=chr(10) + chr(9))}\n")
+            text = text.replace("error:", "\x1b[1;31merror:\x1b[0m", 1)
+    sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
 
@@ -112,9 +128,9 @@ class _WithDetails:
         from rich.text import Text
 
         header, rows = self._table
-        whole = table(header, rows, self._right)
-        if console.measure(whole).maximum <= options.max_width:
-            yield whole
+        columns = zip(header, *rows, strict=True)
+        if sum(max(map(len, column)) + 3 for column in columns) - 3 <= options.max_width:
+            yield table(header, rows, self._right)
             return
         styles = {"header": "bold", "row": "", "detail": "dim"}
         for line in table_lines(

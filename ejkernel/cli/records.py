@@ -113,14 +113,14 @@ def answer(
             duration(operation.heuristic_seconds),
             duration(operation.seconds),
             speedup(operation.heuristic_seconds, operation.seconds),
-            "interrupted" if operation.incomplete else "",
             described(operation.config),
             shortened(operation.signature) or operation.call_key,
+            "interrupted" if operation.incomplete else "",
         )
         for operation in run.operations
     ]
-    header = ("operation", "heuristic", "tuned", "speedup", "", "config", "call")
-    shown: list[Any] = [table(header, rows, right=(1, 2, 3), details=2)]
+    header = ("operation", "heuristic", "tuned", "speedup", "config", "call", "")
+    shown: list[Any] = [table(header, rows, right=(1, 2, 3), details=3)]
     shown += [f"not tuned: {skip.label}: {one_line(skip.reason)}" for skip in result.skipped]
     if run.model is not None:
         gain, rounds = run.model.gain, len(run.model.before)

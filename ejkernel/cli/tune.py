@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..formatting import duration, times
 from ..markup import one_line
 from ..report import Run
 from ..report import write as write_report
 from . import options
 from .exits import Exit, Failure, in_one_line
 from .loading import HOW, import_modules, load
-from .output import State, note
+from .output import State, note, working
 from .programs import invocations_of, operations_of, read_program, stored_result
 from .records import answer, save_record, typed_command
 from .stores import open_place, open_store
@@ -36,8 +37,14 @@ def _listener(total: int) -> Callable[..., None]:
         if event == "cache_hit":
             line = f"known already ({data.get('level')})"
         elif event == "autotune_finish":
+            from ..ops.config.outcome import Verdict
+
             outcome = data["outcome"]
-            line = f"{outcome.summary()} ({outcome.took or 0.0:.1f} s)"
+            gained = "" if outcome.speedup is None else f", speedup {times(outcome.speedup)}"
+            measured = f"{outcome.count(Verdict.MEASURED)} of {len(outcome.trials)} measured"
+            remarks = "; ".join(filter(None, (outcome.incomplete, *outcome.notes)))
+            line = f"{duration(outcome.seconds(outcome.best))}{gained} ({measured}, "
+            line += f"{duration(outcome.took)}){f'; {remarks}' if remarks else ''}"
         else:
             return
         done.add((op_id, call_key))
@@ -125,17 +132,19 @@ def tune(
         if value is not None and not value > 0:
             raise click.UsageError(f"--{option} {value} must be more than 0")
     text = None if hlo is None else read_program(hlo)
-    opened = open_place(source, must_exist=False)  # its errors come before the work
-    import_modules(modules)
-    subject = None if name is None else load(name)
-    program = text if subject is None else subject.lower()
     title = name or str(hlo)
-    found = operations_of(program, title)
-    store = open_store(source, opened)
+    with working(f"loading {title}", progress):
+        opened = open_place(source, must_exist=False)  # its errors come before the work
+        import_modules(modules)
+        subject = None if name is None else load(name)
+    with working(f"lowering {title}", progress):
+        program = text if subject is None else subject.lower()
+        found = operations_of(program, title)
+        store = open_store(source, opened)
 
-    from ..ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Tuner
-    from ..ops.execution.tuning import tune_invocations
-    from ..ops.utils.fingerprint import device_fingerprint
+        from ..ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Tuner
+        from ..ops.execution.tuning import tune_invocations
+        from ..ops.utils.fingerprint import device_fingerprint
 
     keys = {inv.key for inv in invocations_of(found)}
     if seconds is not None:  # of the whole run; the tuner's are those of one operation
@@ -156,7 +165,8 @@ def tune(
         took = time.perf_counter() - start
         if bench and subject is not None and result.entries:
             try:
-                model = subject.compare(result, seconds=20.0)
+                with working(f"running {title} before and after", progress):
+                    model = subject.compare(result, seconds=20.0)
             except Failure as error:  # the configs are tuned and stored all the same
                 trouble = f"not compared before and after: {error}"
                 note(trouble)

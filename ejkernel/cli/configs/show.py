@@ -33,18 +33,18 @@ def list_(state: State, source: str | None, op: str | None, device: str | None) 
             entry["key"][2],
             duration(entry["about"].get("seconds")),
             speedup(entry["about"].get("heuristic_seconds"), entry["about"].get("seconds")),
-            remark(entry),
             described(entry["config"]),
             shortened(entry["about"].get("signature") or ""),
             entry["key"][0],
+            remark(entry),
         )
         for entry in entries
     ]
-    header = ("operation", "key", "time", "speedup", "", "config", "call", "device")
+    header = ("operation", "key", "time", "speedup", "config", "call", "device", "")
     data = {"place": place.shown, "entries": [as_data(entry) for entry in entries]}
     count = f"{counted(len(entries), 'entry')} in {place.shown}"
     hint = "" if entries else "; tune something with `ejkernel tune module:function`"
-    state.result(data, table(header, rows, right=(2, 3), details=3), f"{count}{hint}")
+    state.result(data, table(header, rows, right=(2, 3), details=4), f"{count}{hint}")
 
 
 @click.command()

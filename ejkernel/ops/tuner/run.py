@@ -135,7 +135,7 @@ class TuningRun:
             baseline=keys.index(baseline) if baseline in keys else None,
             margin=self.tuner.effort.margin,
             seed=self.tuner.seed,
-            on_round=self.progress.round,
+            on_round=self._round_is_over,
             stop=long_enough,
             out_of_time=self._out_of_time,
             settling=SETTLING,
@@ -145,6 +145,15 @@ class TuningRun:
         winner = race.run()
         self.sure = race.sure
         self._winner = None if winner is None else keys[winner]
+
+    def _round_is_over(self, running: int, done: int) -> None:
+        best, speedup = None, None
+        if self.progress.is_shown:
+            known = {key: s for key in self.samples if (s := self._seconds(key)) is not None}
+            best = min(known.values(), default=None)
+            baseline = known.get(self._baseline or "")
+            speedup = baseline / best if baseline and best else None
+        self.progress.round(running, done, best, speedup)
 
     def _sample(self, key: str) -> float:
         """Seconds of one more run; a candidate that ran before may still fail, and withdraws."""
