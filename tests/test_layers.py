@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # From the bottom to the top: a file imports from its own layer and from those before it.
 LAYERS = [
-    ("markup", "formatting", "text_table", "store", "native"),
+    ("markup", "formatting", "text_table", "installation", "store", "native"),
     ("ops.utils",),
     ("ops.core", "ops.registry"),
     ("ops.config",),

@@ -49,6 +49,12 @@ def note(text: str) -> None:
     sys.stderr.flush()
 
 
+def end_line() -> None:
+    """Leave the line on which a terminal shows `^C`."""
+    if sys.stderr.isatty():
+        note("")
+
+
 def _for_reading(text: str) -> str:
     """A text for the standard error: in a terminal, no word is broken at the end of a line."""
     text = printable(text, keep="\n\t")

@@ -121,7 +121,8 @@ def answer(
     ]
     header = ("operation", "heuristic", "tuned", "speedup", "config", "call", "")
     shown: list[Any] = [table(header, rows, right=(1, 2, 3), details=3)]
-    shown += [f"not tuned: {skip.label}: {one_line(skip.reason)}" for skip in result.skipped]
+    if not interrupted:
+        shown += [f"not tuned: {skip.label}: {one_line(skip.reason)}" for skip in result.skipped]
     if run.model is not None:
         gain, rounds = run.model.gain, len(run.model.before)
         faster = f"{times(gain.times)} as fast" if gain.is_real else "about as fast"

@@ -17,7 +17,7 @@ from ..report import write as write_report
 from . import options
 from .exits import Exit, Failure, in_one_line
 from .loading import HOW, import_modules, load
-from .output import State, note, working
+from .output import State, end_line, note, working
 from .programs import invocations_of, operations_of, read_program, stored_result
 from .records import answer, save_record, typed_command
 from .stores import open_place, open_store
@@ -172,6 +172,7 @@ def tune(
                 note(trouble)
     except KeyboardInterrupt:  # what was learned is in the store already
         interrupted, took = True, time.perf_counter() - start
+        end_line()
         result = stored_result(selector, invocations_of(found))
     notes = tuple(filter(None, ("interrupted by Ctrl-C" if interrupted else "", trouble)))
     run = Run.of(

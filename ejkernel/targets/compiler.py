@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from ..installation import how_to_install
 from ..ops.tuner.isolation.process import START_SECONDS, Process, WorkerLost, WorkerUnavailable
 from ..ops.tuner.isolation.worker import Header
 from ..ops.utils import environment
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1  # of what a worker answers: raise it when a figure is read differently
 _PACKAGES = {"tpu": ("libtpu",), "cuda": ("jax-cuda13-plugin", "jax-cuda13-pjrt"), "cpu": ()}
-EXTRAS = {"tpu": "ejkernel[tpu-aot]", "cuda": "ejkernel[cuda-aot]"}
+_EXTRAS = {"tpu": "tpu-aot", "cuda": "cuda-aot"}
 
 
 # --- what is installed ---------------------------------------------------------------------------
@@ -52,7 +53,7 @@ def missing(platform: str) -> str:
     """What to install before anything can be compiled for a platform; "" if all is there."""
     lacking = [name for name in _PACKAGES[platform] if not _version(name)]
     if lacking:
-        return f"install {EXTRAS[platform]} ({' and '.join(lacking)})"
+        return f"install {' and '.join(lacking)}: {how_to_install(_EXTRAS[platform])}"
     if platform == "cuda" and find_ptxas() is None:
         return "put a CUDA 13 `ptxas` on the PATH (CUDA toolkit), or install nvidia-cuda-nvcc"
     return ""

@@ -195,7 +195,8 @@ def test_a_bundle_that_is_none(ej, tmp_path):
 
 def test_targets(ej):
     text = refused(ej("check", "small_model:tuned", "--target", "tpu-v99"), 2)
-    assert "target 'tpu-v99' is not known; known are tpu-v4" in text
+    assert "target 'tpu-v99' is not known: did you mean tpu-v" in text
+    assert "Known are tpu-v4" in text
     assert "say for which device" in refused(ej("check", "small_model:tuned"), 2)
 
 

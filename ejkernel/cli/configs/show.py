@@ -106,7 +106,7 @@ def _explain_function(
         for decision in decisions
     ]
     skipped = fields_of(skipped_of(found), "label", "reason")
-    shown = [decision.explain() for decision in decisions]
+    shown = [str(decision.explain()) for decision in decisions]
     shown += [f"{skip['label']}\n  not known: {one_line(skip['reason'])}" for skip in skipped]
     state.result({"decisions": data, "skipped": skipped}, "\n\n".join(shown))
 

@@ -11,7 +11,7 @@ from ...formatting import described, duration, times
 from ...formatting import speedup as speedup_text
 from ...markup import printable
 from ..core.types import Cfg
-from ..utils.display import Displayed, Shown, as_text
+from ..utils.display import Displayed, Explanation, Shown, as_text
 from ..utils.serialize import to_plain
 from ..utils.stable import stable_json
 
@@ -130,9 +130,10 @@ class Outcome(Displayed, Generic[Cfg]):
             "trials": [trial.to_plain() for trial in self.trials],
         }
 
-    def explain(self) -> str:
+    def explain(self) -> Explanation:
         """Every candidate with its time or its reason, the fastest first."""
-        return as_text(_table(self))
+        table = _table(self)
+        return Explanation(as_text(table), table)
 
     def _shown(self) -> Shown:
         return _table(self, self.summary())

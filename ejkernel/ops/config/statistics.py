@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...markup import one_line
+from ..utils.display import Displayed, Shown
 from .decision import Decision
 
 logger = logging.getLogger("ejkernel.selection")
@@ -28,8 +29,8 @@ MISSED = ("autotune", "near", "heuristics", "none")
 
 
 @dataclasses.dataclass(frozen=True)
-class Stats:
-    """What was counted. Prints as a table.
+class Stats(Displayed):
+    """What was counted. Prints as lines, and is a table in a notebook.
 
     Attributes:
       operations: selections by operation and tier, `{"matmul@v1": {"memory": 2}}`. Tiers are
@@ -71,6 +72,18 @@ class Stats:
             "tunings": dict(self.tunings),
             "tuning_seconds": self.tuning_seconds,
         }
+
+    def _shown(self) -> Shown:
+        operations = sorted({*self.operations, *self.tunings})
+        tiers = [tier for tier in ("override", *STORED, *MISSED) if tier in self.tiers]
+        rows = [
+            (op, *(str(self.operations.get(op, {}).get(tier, "")) for tier in tiers), tuned)
+            for op in operations
+            for tuned in (str(self.tunings.get(op, "")),)
+        ]
+        title = f"{self.hits} hits, {self.misses} misses, {sum(self.tunings.values())} tunings"
+        header = ("operation", *tiers, "tunings")
+        return Shown(title, header, rows, right=range(1, len(header)))
 
     def __str__(self) -> str:
         lines = [f"{self.hits} hits, {self.misses} misses, {sum(self.tunings.values())} tunings"]

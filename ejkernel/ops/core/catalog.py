@@ -23,6 +23,12 @@ def add(kernel: Kernel[Any, Any]) -> None:
         _kernels.setdefault(kernel.full_op_id, []).append(weakref.ref(kernel))
 
 
+def operations() -> list[str]:
+    """The operation ids of all live kernels."""
+    with _lock:
+        return [op_id for op_id, refs in _kernels.items() if any(ref() is not None for ref in refs)]
+
+
 def find(full_op_id: str) -> Kernel[Any, Any] | None:
     """The newest live kernel with this operation id, if there is one."""
     with _lock:

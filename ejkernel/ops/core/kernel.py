@@ -27,6 +27,7 @@ from .methods import (
     SUFFIXES,
     all_implementations_of,
     check_method_names,
+    check_near_misses,
     default,
     implementations_of,
     method_name,
@@ -47,7 +48,12 @@ from .supports import (
     without_demand,
 )
 from .types import Cfg, Out
-from .validation import check_implementations, check_kernel, refuse_reserved_keyword
+from .validation import (
+    check_config_type,
+    check_implementations,
+    check_kernel,
+    check_run_methods,
+)
 
 if TYPE_CHECKING:
     from ..execution.jitted import JittedCalls
@@ -136,12 +142,14 @@ class Kernel(Generic[Cfg, Out]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         check_method_names(cls)
-        refuse_reserved_keyword(cls)
+        check_near_misses(cls, dir(Kernel))
+        check_run_methods(cls)
         _give_both_names(cls)
         _keep_builder_a_function(cls)
         declared = _declared_config_type(cls)
         if declared is not None:
             cls.config_type = declared
+        check_config_type(cls, cls.config_type)
         declare_type(cls.config_type)
         check_implementations(cls)
         for item in cls.implementations:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+import types
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .implementation import Implementation
@@ -161,6 +163,31 @@ def check_method_names(cls: type) -> None:
                     f"platform or device kind, so it would never run; known suffixes of {method}_ "
                     f"are {', '.join(SUFFIXES)} (start helper methods with an underscore)"
                 )
+
+
+_HOOKS = ("prepare", "reference", "make_inputs", "default_keywords", "entries_are_independent")
+_CLOSE = 0.8  # `heuristic` and `heuristic_cfg`; `run` and `prune` are further apart
+
+
+def check_near_misses(cls: type, known: Collection[str]) -> None:
+    """Refuse a class with a method that is nearly one of ours: `candidate_configs` is never called.
+
+    `known` are the names that `Kernel` has: whoever writes one of those means it.
+    """
+    ours = [method_name(method, suffix) for method in METHODS for suffix in ("", *SUFFIXES)]
+    for name, value in vars(cls).items():
+        if name.startswith("_") or name in known or name in ours or name in _HOOKS:
+            continue
+        if not isinstance(value, (types.FunctionType, staticmethod, classmethod)):
+            continue
+        near = difflib.get_close_matches(name, (*ours, *_HOOKS), n=1, cutoff=_CLOSE)
+        if name == "forward" and not written_methods(cls, "run"):
+            near = ["run"]
+        if near:
+            raise TypeError(
+                f"kernel class {cls.__name__} defines {name}(), which nothing would call; did you "
+                f"mean {near[0]}? (Start helper methods with an underscore.)"
+            )
 
 
 def written_methods(cls: type, method: str) -> list[str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import types
+import typing
 from typing import TYPE_CHECKING, Any
 
 from ...store.reading import shown
@@ -38,6 +40,7 @@ def check_implementations(cls: type[Kernel[Any, Any]]) -> None:
                 f"kernel class {cls.__name__}: implementation {item.name!r} needs the class of "
                 "its configs: config=…, a frozen dataclass, which may be empty"
             )
+        check_config_type(cls, item.config)
 
 
 def check_kernel(kernel: Kernel[Any, Any]) -> None:
@@ -116,16 +119,43 @@ def _check_methods(kernel: Kernel[Any, Any]) -> None:
             )
 
 
-def refuse_reserved_keyword(cls: type) -> None:
-    """Refuse a run method that takes `implementation`: it would never get it."""
+def check_run_methods(cls: type) -> None:
+    """Refuse a run method that takes no `cfg`, or an `implementation`, which it would never get."""
     for name in written_methods(cls, "run"):
         method = vars(cls).get(name)
-        if isinstance(method, types.FunctionType):
-            taken = method.__code__.co_varnames[
-                : method.__code__.co_argcount + method.__code__.co_kwonlyargcount
-            ]
-            if IMPLEMENTATION in taken:
+        method = method.__func__ if isinstance(method, staticmethod) else method
+        if not isinstance(method, types.FunctionType):
+            continue
+        parameters = inspect.signature(method).parameters
+        if IMPLEMENTATION in parameters:
+            raise TypeError(
+                f"kernel class {cls.__name__}: {name}() takes a keyword {IMPLEMENTATION!r}, "
+                "which every call has already: it demands a run method by name; rename yours"
+            )
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if "cfg" not in parameters and not takes_any:
+            raise TypeError(
+                f"kernel class {cls.__name__}: {name}{inspect.signature(method)} takes no cfg, and "
+                f"so no config; write {name}(self, *args, cfg, **kwargs)"
+            )
+
+
+def check_config_type(cls: type, config: Any) -> None:
+    """Refuse a config class whose objects cannot be compared, hashed and kept."""
+    if not dataclasses.is_dataclass(config) or not isinstance(config, type):
+        return
+    where = f"kernel class {cls.__name__}: its config class {config.__name__}"
+    if not config.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise TypeError(f"{where} can be changed; make it @dataclasses.dataclass(frozen=True)")
+    if config.__hash__ is None:
+        raise TypeError(f"{where} cannot be hashed; leave out its __eq__ and unsafe_hash")
+    for name, kind in field_types(config).items():
+        for option in typing.get_args(kind) or (kind,):
+            if (typing.get_origin(option) or option) in _MUTABLE:
                 raise TypeError(
-                    f"kernel class {cls.__name__}: {name}() takes a keyword {IMPLEMENTATION!r}, "
-                    "which every call has already: it demands a run method by name; rename yours"
+                    f"{where} has a field {name}: {class_name(option)}, which cannot be hashed; "
+                    "make it a tuple or a frozenset"
                 )
+
+
+_MUTABLE = (list, dict, set)

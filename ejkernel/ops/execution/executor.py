@@ -21,6 +21,7 @@ from ..core.supports import demands_reference, no_config_message
 from ..core.symbolic import run_with_symbols, symbols
 from ..registry import Recorded
 from ..utils import environment
+from ..utils.display import Explanation
 from .jitted import CompiledCall, ExecutorKey
 from .partitioned import run_definition, run_partitioned
 
@@ -104,7 +105,7 @@ class Executor:
         """The same, as a `Decision` with its reasons."""
         return self.selector.decide(_bound(kernel, args, kwargs), kernel)
 
-    def explain(self, kernel: Kernel[Any, Any], /, *args: Any, **kwargs: Any) -> str:
+    def explain(self, kernel: Kernel[Any, Any], /, *args: Any, **kwargs: Any) -> Explanation:
         """Why a call with these arguments runs with the config it runs with, as text."""
         return self.decide(kernel, *args, **kwargs).explain()
 

@@ -7,14 +7,14 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from ...formatting import described, duration, shortened, speedup
+from ...formatting import described, duration, lasting, shortened, speedup
 from ...store.reading import parse_json, shown
 from ...store.rows import wrong_about
 from ..config import context
 from ..config.cache import OverlayLayer
 from ..core import catalog
 from ..core.types import ConfigKey
-from ..utils.display import Displayed, Shown, as_text
+from ..utils.display import Displayed, Explanation, Shown, as_text
 from ..utils.fingerprint import device_fingerprint
 from ..utils.serialize import config_type_named, from_plain, qualified_name, to_plain
 
@@ -114,7 +114,7 @@ class AutotuningResult(Displayed):
             selector = default_executor().selector
         selector.cache.install(self.as_mapping())
 
-    def explain(self, entry: Entry | int | str) -> str:
+    def explain(self, entry: Entry | int | str) -> Explanation:
         """How an entry came about: every candidate with its time or why it has none.
 
         Takes an entry, its position, or an operation's id.
@@ -129,8 +129,12 @@ class AutotuningResult(Displayed):
                 raise KeyError(f"no entry of {entry!r}; this result has {known}")
             chosen = named[0]
         assert isinstance(chosen, Entry)
-        head = f"{chosen.op_id}({chosen.signature})\n  {chosen.cfg}\n  {chosen.origin}"
-        return head if chosen.outcome is None else f"{head}\n{chosen.outcome.explain()}"
+        title, cfg = f"{chosen.op_id}({chosen.signature})", lasting(str(chosen.cfg))
+        head = f"{title}\n  {cfg}\n  {chosen.origin}"
+        table = Shown(title, ("", ""), [("config", cfg), ("origin", chosen.origin)])
+        if chosen.outcome is None:
+            return Explanation(head, table)
+        return Explanation(f"{head}\n{chosen.outcome.explain()}", table, chosen.outcome._shown())
 
     # --- as a collection -------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import Any, Self
 from ...formatting import duration, shortened, times
 from ...markup import one_line, tag
 from ..config.outcome import Trial
+from ..utils.display import in_notebook
 
 logger = logging.getLogger(__name__)
 
@@ -104,13 +105,6 @@ class _TerminalBar:
 
 
 SECONDS_BETWEEN = 0.1  # a notebook that is told more often becomes slow, not smooth
-
-
-def in_notebook() -> bool:
-    """True if the code runs in a notebook's kernel; IPython is not loaded to find out."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return getattr(shell, "kernel", None) is not None
 
 
 class NotebookBar:

@@ -6,7 +6,9 @@ Whatever a text holds, it is shown and not obeyed.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
+from typing import Self
 
 from ...markup import escaped_markdown, markdown_table, one_line, tag
 from ...text_table import WIDTH, table_lines
@@ -75,6 +77,49 @@ class Displayed:
 
     def _repr_markdown_(self) -> str:
         return self._shown().markdown()
+
+
+class Explanation(str):
+    """A text for a person. It is a string in every way; a notebook shows it as a table.
+
+    >>> text = Explanation("why\\n  because", Shown("why", ("", ""), [("", "because")]))
+    >>> text.splitlines()[1], "<table>" in text._repr_html_()
+    ('  because', True)
+    """
+
+    def __new__(cls, text: str, *tables: Shown) -> Self:
+        """The text, and what is shown of it where there are tables."""
+        made = super().__new__(cls, text)
+        made._tables = tables
+        return made
+
+    _tables: tuple[Shown, ...]
+
+    def _repr_html_(self) -> str:
+        return "".join(table.html() for table in self._tables)
+
+    def _repr_markdown_(self) -> str:
+        return "\n\n".join(table.markdown() for table in self._tables)
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
+
+
+def in_notebook() -> bool:
+    """True if the code runs in a notebook's kernel; IPython is not loaded to find out."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
+def show(thing: Displayed) -> None:
+    """Print something, or in a notebook show it as a table."""
+    if in_notebook():
+        from IPython.display import display
+
+        display(thing)
+    else:
+        print(thing)
 
 
 def as_text(shown: Shown, width: int = WIDTH) -> str:
