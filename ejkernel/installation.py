@@ -9,16 +9,16 @@ from . import __version__
 
 
 def how_to_install(extra: str = "") -> str:
-    """What to type to install this project, with one of its extras.
+    """What to type to install this project, with one of its extras: from a checkout or a wheel.
 
     The name alone would make `pip` fetch another project, which has the same name in the public
     index.
-
-    >>> how_to_install("search")
-    "pip install '.[search]' in the project's folder, or 'FILE.whl[search]' with its wheel"
     """
     extras = f"[{extra}]" if extra else ""
-    return f"pip install '.{extras}' in the project's folder, or 'FILE.whl{extras}' with its wheel"
+    folder = f"'.{extras}' in the project's folder"
+    if (pathlib.Path(__file__).parent.parent / "pyproject.toml").exists():  # it runs in there
+        return f"pip install {folder}"
+    return f"pip install 'FILE.whl{extras}' with the project's wheel, or {folder}"
 
 
 def foreign_distributions() -> Iterator[str]:

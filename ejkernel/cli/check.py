@@ -131,6 +131,7 @@ def _targets(wanted: tuple[str, ...], lower_only: bool) -> list[Target]:
 def _list(state: State, ask: bool) -> int:
     from ..targets import available
 
+    found = available(ask=ask)
     data = [
         {
             "target": entry.target.name,
@@ -140,16 +141,8 @@ def _list(state: State, ask: bool) -> int:
             "compiler": entry.compiler,
             "lacking": entry.lacking,
         }
-        for entry in available(ask=ask)
+        for entry in found
     ]
-    rows = [
-        (
-            entry["target"],
-            entry["device"] or "this machine",
-            "yes" if entry["usable"] else "lower only",
-            entry["compiler"] if entry["usable"] else entry["lacking"],
-        )
-        for entry in data
-    ]
-    state.result(data, table(("target", "device", "compiles here", "with, or what it lacks"), rows))
+    shown = found._shown()
+    state.result(data, table(shown.header, shown.rows), *shown.notes)
     return Exit.OK

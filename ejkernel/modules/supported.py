@@ -55,7 +55,7 @@ class SupportTable(Displayed):
                 )
                 for row in self.rows
             ],
-            details=2,
+            details=3,
         )
 
     def __str__(self) -> str:

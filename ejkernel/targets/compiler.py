@@ -104,16 +104,16 @@ class Available(Displayed):
         return tuple(entry.target for entry in self.entries if entry.usable)
 
     def _shown(self) -> Shown:
-        rows = [
-            (
-                entry.target.name,
-                entry.target.device_name or "this machine",
-                "yes" if entry.usable else "lower only",
-                entry.compiler if entry.usable else entry.lacking,
+        rows, lacking = [], dict[str, list[str]]()
+        for entry in self.entries:
+            name, device = entry.target.name, entry.target.device_name or "this machine"
+            rows.append(
+                (name, device, f"with {entry.compiler}" if entry.usable else "no: lowers only")
             )
-            for entry in self.entries
-        ]
-        return Shown("", ("target", "device", "compiles here", "with, or what it lacks"), rows)
+            if not entry.usable:
+                lacking.setdefault(entry.lacking, []).append(name)
+        notes = [f"to compile for {', '.join(names)}: {how}" for how, names in lacking.items()]
+        return Shown("", ("target", "device", "compiles here"), rows, notes=notes)
 
     def __str__(self) -> str:
         return as_text(self._shown())

@@ -212,7 +212,7 @@ def _warn_of_unknown_operations(keys: Iterable[Any]) -> None:
         op_id = key if isinstance(key, str) else key[-2] if isinstance(key, tuple) else None
         if op_id is None or op_id in names:
             continue
-        near = difflib.get_close_matches(op_id, sorted(names), n=1)
+        near = difflib.get_close_matches(op_id, sorted(names), n=1, cutoff=0.75)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         warnings.warn(
             f"overlay_cache: no kernel of this process has the operation {op_id!r}, so its config "

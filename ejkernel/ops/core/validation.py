@@ -7,6 +7,7 @@ import inspect
 import re
 import types
 import typing
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from ...store.reading import shown
@@ -141,21 +142,24 @@ def check_run_methods(cls: type) -> None:
 
 
 def check_config_type(cls: type, config: Any) -> None:
-    """Refuse a config class whose objects cannot be compared, hashed and kept."""
+    """Warn of a config class whose objects can be changed, or cannot be hashed.
+
+    They work as far as nobody changes them or puts them into a set; what was meant is a frozen one.
+    """
     if not dataclasses.is_dataclass(config) or not isinstance(config, type):
         return
-    where = f"kernel class {cls.__name__}: its config class {config.__name__}"
+    problem = ""
     if not config.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-        raise TypeError(f"{where} can be changed; make it @dataclasses.dataclass(frozen=True)")
-    if config.__hash__ is None:
-        raise TypeError(f"{where} cannot be hashed; leave out its __eq__ and unsafe_hash")
-    for name, kind in field_types(config).items():
-        for option in typing.get_args(kind) or (kind,):
+        problem = "can be changed after it was chosen; make it @dataclasses.dataclass(frozen=True)"
+    elif config.__hash__ is None:
+        problem = "cannot be hashed; leave out its __eq__"
+    for name, kind in {} if problem else field_types(config).items():
+        for option in (kind, *typing.get_args(kind)):
             if (typing.get_origin(option) or option) in _MUTABLE:
-                raise TypeError(
-                    f"{where} has a field {name}: {class_name(option)}, which cannot be hashed; "
-                    "make it a tuple or a frozenset"
-                )
+                problem = f"has a field {name!r} that cannot be hashed; make it a tuple"
+    if problem:
+        where = f"kernel class {cls.__name__}: its config class {config.__name__}"
+        warnings.warn(f"{where} {problem}", stacklevel=3)
 
 
 _MUTABLE = (list, dict, set)
