@@ -222,9 +222,8 @@ def explanations():
     executor = Executor(ConfigSelectorChain(ConfigCache(), autotune=False))
     kernel = Doubled(name="doubled_for_reading")
     trials = (Trial(Config(), Verdict.MEASURED, 1e-3, (1e-3,)),)
-    entry = Entry(
-        "op@v1", "0" * 16, Config(), HOSTILE, 1e-3, 2e-3, "here", Outcome(Config(), trials)
-    )
+    outcome = Outcome(Config(), trials)
+    entry = Entry("op@v1", "0" * 16, Config(), HOSTILE, 1e-3, 2e-3, "here", outcome)
     yield executor.explain(kernel, jnp.ones(3))
     yield AutotuningResult("cpu|x", [entry]).explain(0)
     yield outcome.explain()
