@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ..formatting import counted, described, shortened
+from ..formatting import counted, described, lasting, shortened
 from . import options
 from .exits import Exit
 from .output import State, table
@@ -51,7 +51,7 @@ def labels(state: State, file: str, source: str | None) -> int:
         (
             item["op_id"],
             item["call_key"],
-            item["kernel"] or "",
+            lasting(item["kernel"] or ""),
             "–" if item["config"] is None else described(item["config"]),
             shortened(item["signature"] or "") or "(only its label)",
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ...formatting import counted, described, duration, shortened, speedup
+from ...formatting import counted, described, duration, lasting, shortened, speedup
 from ...markup import one_line
 from .. import options
 from ..exits import Exit
@@ -98,7 +98,7 @@ def _explain_function(
         {
             **decision.key._asdict(),
             "signature": decision.signature,
-            "config": str(decision.cfg),
+            "config": lasting(str(decision.cfg)),
             "tier": decision.tier,
             "reason": decision.reason,
             "passed": [{"tier": p.tier, "reason": p.explain()} for p in decision.passed],

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ...formatting import lasting
 from ...markup import one_line
 from ..utils.display import Displayed, Shown
 from .decision import Decision
@@ -143,7 +144,7 @@ def count_decision(decision: Decision[Any]) -> None:
             decision.key.op_id,
             decision.signature,
             decision.key.call_key,
-            one_line(decision.cfg),
+            one_line(lasting(str(decision.cfg))),
             decision.tier,
             one_line(decision.reason),
         )

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...formatting import lasting
 from ..config.outcome import Outcome, Trial, TuningFailed, TuningInterrupted, Verdict
 from ..utils.stable import stable_json
 from .bench import Bench, BenchUnavailable, CandidateError
@@ -112,7 +113,8 @@ class TuningRun:
         except CandidateError as error:
             raise TuningFailed(
                 f"{self.task.name}: the other candidates would be compared with the heuristic "
-                f"config {self.task.baseline}, but {error}. Give the kernel a `reference`."
+                f"config {lasting(str(self.task.baseline))}, but {error}. Give the kernel a "
+                "`reference`."
             ) from error
 
     def _race(self, keys: list[str], rounds: int) -> None:
@@ -243,7 +245,8 @@ class TuningRun:
         if not measured:
             if strict:
                 lines = [
-                    f"  {trial.cfg}: {trial.verdict.value}: {trial.reason}" for trial in trials
+                    f"  {lasting(str(trial.cfg))}: {trial.verdict.value}: {trial.reason}"
+                    for trial in trials
                 ]
                 head = f"{task.name}: none of the {len(lines)} candidates can be used:"
                 raise TuningFailed("\n".join([head, *lines]))
