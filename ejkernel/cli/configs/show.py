@@ -232,7 +232,7 @@ def facts(entry: Entry) -> str:
     )
     versions = about.get("versions") if isinstance(about.get("versions"), dict) else {}
     lines = [
-        f"{op_id}({about.get('signature', '')})",
+        f"{op_id}({shortened(about.get('signature') or '')})",
         f"  device    {device}",
         f"  key       {call_key}",
         f"  config    {described(entry['config'])}",
