@@ -30,8 +30,9 @@ def table_lines(
     right: Sequence[int] = (),
     details: int = 0,
     width: int = WIDTH,
+    wrap: bool = True,
 ) -> list[Line]:
-    """A table, at most `width` columns wide as far as words can be divided.
+    """A table that reads well on a screen of `width` columns.
 
     Args:
       header: the columns' names; all of them empty: no header.
@@ -40,6 +41,8 @@ def table_lines(
       details: so many of the last columns go under the line, each with its name, if the table is
         too wide. Empty cells and dashes are then left out.
       width: the columns of the screen.
+      wrap: put texts that are still too long on several lines. Not for what goes to a log, where
+        somebody may look for a sentence.
 
     >>> rows = [("matmul@v1", "65.2 µs", "1.58×", "block=64 stages=3")]
     >>> header = ("operation", "tuned", "speedup", "config")
@@ -60,6 +63,7 @@ def table_lines(
     apart = last > 1 and needed > width
     columns, indent = range(int(apart), last), "  " if apart else ""
     room = width - len(indent) - sum(widths[i] + 2 for i in columns)
+    most = width if wrap else _ENDLESS
     longest = max((len(name) for name in header[above:]), default=0)
 
     def one(cells: Sequence[str], kind: Kind) -> Iterator[Line]:
@@ -67,12 +71,12 @@ def table_lines(
             yield Line(cells[0], kind)
         begin = indent + "".join(f"{_padded(cells[i], widths[i], i in right)}  " for i in columns)
         if wraps and room >= _LEAST:
-            yield from _wrapped(cells[last], begin, width, kind)
+            yield from _wrapped(cells[last], begin, most, kind)
         else:
             yield Line((begin + _padded(cells[last], widths[last], not wraps)).rstrip(), kind)
         for name, cell in zip(header[above:], cells[above:], strict=True):
             if kind == "row" and cell not in ("", "-", "–"):
-                yield from _wrapped(cell, f"  {name.ljust(longest)}  ", width, "detail")
+                yield from _wrapped(cell, f"  {name.ljust(longest)}  ", most, "detail")
 
     lines: list[Line] = []
     if any(header):
@@ -85,6 +89,7 @@ def table_lines(
 
 
 _LEAST = 24  # columns that a text needs to be wrapped in
+_ENDLESS = 10**9
 
 
 def _natural(widths: Sequence[int]) -> int:

@@ -48,6 +48,12 @@ def test_a_line_that_goes_on_is_marked():
     assert all(len(line) <= WIDTH for line in lines)
 
 
+def test_a_log_has_whole_sentences():
+    sentence = "word " * 40
+    lines = texts(("a", "b"), [("x", sentence)], details=1, wrap=False)
+    assert lines[-1] == f"  b  {sentence.strip()}"
+
+
 def test_a_first_column_without_room_for_others_has_its_own_line():
     lines = texts(("config", "time", ""), [("c" * 70, "1.00 ms", "best")], width=WIDTH)
     assert lines[-2:] == ["c" * 70, "  1.00 ms  best"]

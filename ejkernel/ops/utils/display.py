@@ -123,8 +123,15 @@ def show(thing: Displayed) -> None:
 
 
 def as_text(shown: Shown, width: int = WIDTH) -> str:
-    """A table for a terminal or a log file, at most so many columns wide."""
+    """A table for a terminal or a log file: details under their row, if it is too wide."""
     rows = [[one_line(cell) for cell in row] for row in shown.rows]
     title = [one_line(shown.title)] if shown.title else []
-    lines = table_lines(shown.header, rows, right=shown.right, details=shown.details, width=width)
+    lines = table_lines(
+        shown.header,
+        rows,
+        right=shown.right,
+        details=shown.details,
+        width=width,
+        wrap=False,
+    )
     return "\n".join([*title, *(line.text for line in lines), *map(one_line, shown.notes)])
