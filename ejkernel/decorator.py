@@ -30,6 +30,7 @@ from .ops.core.invocation import Invocation
 from .ops.core.kernel import Kernel, kernel_named
 from .ops.core.space import Space
 from .ops.execution.executor import default_executor
+from .ops.utils.display import Explanation
 from .ops.utils.fingerprint import is_array, stable_json
 from .ops.utils.serialize import to_plain
 from .store.reading import shown
@@ -73,7 +74,7 @@ class Tunable(Kernel[Any, R], Generic[P, R]):
         """The config that a call with these arguments runs with."""
         return default_executor().choose_config(self, *args, **kwargs)
 
-    def explain(self, *args: P.args, **kwargs: P.kwargs) -> str:
+    def explain(self, *args: P.args, **kwargs: P.kwargs) -> Explanation:
         """Why a call with these arguments runs with the config it runs with."""
         return default_executor().explain(self, *args, **kwargs)
 

@@ -11,6 +11,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from .formatting import times
+
 SURE = 2.5  # standard errors
 CERTAINTY = 0.98  # that the confidence interval of a speedup holds it
 
@@ -172,11 +174,6 @@ def _left_out(count: int) -> int:
 
 
 # --- as text -------------------------------------------------------------------------------------
-
-
-def times(factor: float) -> str:
-    """`1.25×`."""
-    return f"{factor:.2f}×" if factor < 9.995 else f"{factor:.0f}×"
 
 
 def interval(gain: Gain, word: str = "to") -> str:

@@ -4,7 +4,7 @@
 
 1. Interpreted on the CPU: is it right?
 2. Lowered for a TPU: does JAX accept its block shapes? Nothing needs to be installed for that.
-3. Compiled for a TPU by the real compiler, if `ejkernel[tpu-aot]` is installed: what fits, ranked.
+3. Compiled for a TPU by the real compiler, if the extra `tpu-aot` is installed: what fits, ranked.
 """
 
 from __future__ import annotations

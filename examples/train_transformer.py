@@ -1,6 +1,6 @@
 """Train a small transformer (Flax NNX) on the CPU, untuned and tuned: the same loss, sooner.
 
-    pip install "ejkernel[examples]"
+    pip install '.[examples]'
     python examples/train_transformer.py
 
 Its attention, its norms and its loss are ejkernel's. The first training runs with heuristic

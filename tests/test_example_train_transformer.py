@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("flax", reason="pip install 'ejkernel[examples]'")
+pytest.importorskip("flax", reason="pip install '.[examples]'")
 
 PATH = pathlib.Path(__file__).parent.parent / "examples" / "train_transformer.py"
 SMALL = {

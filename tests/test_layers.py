@@ -13,7 +13,10 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # From the bottom to the top: a file imports from its own layer and from those before it.
 LAYERS = [
-    ("markup", "speedup", "store", "native"),
+    (
+        *("markup", "formatting", "text_table", "speedup"),
+        *("installation", "store", "native"),
+    ),
     ("ops.utils",),
     ("ops.core", "ops.registry"),
     ("ops.config",),

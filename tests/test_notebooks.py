@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import pickle
 import sys
 import types
 
 import jax.numpy as jnp
 import pytest
+from ejkernel.ops.config.statistics import Stats
 
-from ejkernel.modules.supported import support_table
+from ejkernel.modules.supported import support_table, supported
 from ejkernel.ops import (
     AutotuningResult,
     ConfigCache,
@@ -211,3 +213,51 @@ def test_a_real_notebook(tmp_path, monkeypatch):
         for output in cell.outputs
         if output.get("name") == "stderr" or output["output_type"] == "error"
     ]
+
+
+# --- what is returned for reading ----------------------------------------------------------------
+
+
+def explanations():
+    executor = Executor(ConfigSelectorChain(ConfigCache(), autotune=False))
+    kernel = Doubled(name="doubled_for_reading")
+    trials = (Trial(Config(), Verdict.MEASURED, 1e-3, (1e-3,)),)
+    outcome = Outcome(Config(), trials)
+    entry = Entry("op@v1", "0" * 16, Config(), HOSTILE, 1e-3, 2e-3, "here", outcome)
+    yield executor.explain(kernel, jnp.ones(3))
+    yield AutotuningResult("cpu|x", [entry]).explain(0)
+    yield outcome.explain()
+
+
+def test_explanations_are_texts_and_tables():
+    for text in explanations():
+        assert isinstance(text, str)
+        shown_safely(text)
+        again = pickle.loads(pickle.dumps(text))
+        assert type(again) is str
+        assert again == text
+
+
+def test_counts_of_selections():
+    counts = Stats({f"op{HOSTILE}@v1": {"memory": 2, "heuristics": 1}}, {"other@v1": 3}, 1.0)
+    html, markdown = shown_safely(counts)
+    for text in (html, markdown):
+        assert "2 hits, 1 misses, 3 tunings" in text
+        assert "heuristics" in text
+    assert str(counts).startswith("2 hits, 1 misses, 3 tunings\n  op")
+
+
+def test_supported_is_shown_as_a_table_in_a_notebook(monkeypatch, capsys):
+    displayed = []
+    screen = Screen(monkeypatch)
+    sys.modules["IPython.display"].display = displayed.append
+    supported("rms_norm")
+    assert displayed[0] == support_table("rms_norm")
+    assert capsys.readouterr().out == ""
+    assert not screen.drawn
+
+
+def test_targets_are_a_table():
+    from ejkernel import targets
+
+    assert "cuda-sm90" in targets.available()._repr_html_()

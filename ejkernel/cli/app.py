@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ from .doctor import doctor
 from .exits import Exit, Failure, in_one_line, os_reason
 from .labels import labels
 from .native import native
-from .output import State, note
+from .output import State, complain, note
 from .report import report
 from .tune import tune
 
@@ -59,7 +60,7 @@ def _closed_pipes_named() -> Iterator[None]:
         raise _ClosedPipe from error
 
 
-class _Group(click.Group):
+class _Group(options.Group):
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         with _closed_pipes_named():
             return super().make_context(*args, **kwargs)
@@ -111,7 +112,10 @@ for command in (
 
 def main() -> NoReturn:
     """The program: runs the command line and ends the process with its code."""
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    # Who presses Ctrl-C again while Python and JAX shut down wants no traceback of that.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -138,9 +142,14 @@ def _run(arguments: list[str], state: State) -> int:
     except click.exceptions.Exit as done:
         return done.exit_code
     except (click.Abort, KeyboardInterrupt) as error:
-        return _failed(state, "interrupted", Exit.INTERRUPTED, error)
+        if state.debug:
+            traceback.print_exception(error)
+        note(f"{NAME}: interrupted")
+        if state.as_json:
+            state.result({"error": "interrupted", "exit_code": int(Exit.INTERRUPTED)})
+        return Exit.INTERRUPTED
     except click.UsageError as error:
-        usage = f"{error.ctx.get_usage()}\n" if error.ctx is not None else ""
+        usage = error.ctx.get_usage() if error.ctx is not None else ""
         hint = f"\nTry '{error.ctx.command_path} --help'." if error.ctx is not None else ""
         return _failed(state, f"{error.format_message()}{hint}", Exit.USAGE, error, usage)
     except click.ClickException as error:
@@ -157,7 +166,9 @@ def _failed(state: State, message: str, code: Exit, error: BaseException, before
     """Say what went wrong: to a person on the standard error, with `--json` to the program too."""
     if state.debug:
         traceback.print_exception(error)
-    note(f"{before}{NAME}: {message}")
+    if before:
+        note(before)
+    complain(message)
     if state.as_json:
         state.result({"error": message, "exit_code": int(code)})
     return code

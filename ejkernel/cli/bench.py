@@ -7,17 +7,18 @@ import statistics
 
 import click
 
-from ..report.formatting import described, duration, interval, times
+from ..formatting import described, duration, shortened, times
+from ..report.formatting import interval
 from . import options
 from .bench_plain import against_plain
 from .exits import Exit, Failure
 from .loading import import_modules, load
-from .output import State, fields_of, table
+from .output import State, fields_of, table, working
 from .programs import invocations_of, operations_of
 from .stores import open_place
 
 
-@click.command()
+@click.command(short_help="Compare a function with heuristic and with stored configs.")
 @click.argument("name", metavar="MODULE:FUNCTION")
 @options.store
 @click.option("--rounds", type=int, default=15, show_default=True, help="Most runs of each.")
@@ -50,18 +51,19 @@ def bench(
     """
     if rounds < 1:
         raise click.UsageError(f"--rounds {rounds} must be 1 or more")
-    from ..ops import ConfigCache, ConfigSelectorChain
-    from ..ops.execution.tuning import stored_result
-    from ..ops.utils.serialize import to_plain
+    with working(f"loading {name}"):
+        place = open_place(source)
+        if place.store is None:
+            raise click.UsageError(
+                "--store: give a folder or a URL; a bundle is named in EJKERNEL_CONFIG_PATH"
+            )
+        import_modules(modules)
+        subject = load(name)
+        found = operations_of(subject.lower(), name)
 
-    place = open_place(source)
-    if place.store is None:
-        raise click.UsageError(
-            "--store: give a folder or a URL; a bundle is named in EJKERNEL_CONFIG_PATH"
-        )
-    import_modules(modules)
-    subject = load(name)
-    found = operations_of(subject.lower(), name)
+        from ..ops import ConfigCache, ConfigSelectorChain
+        from ..ops.execution.tuning import stored_result
+        from ..ops.utils.serialize import to_plain
     selector = ConfigSelectorChain(ConfigCache(), persistent=place.store)
     invocations = invocations_of(found)
     result = stored_result(selector, invocations)
@@ -72,9 +74,11 @@ def bench(
             Exit.NOT_WELL,
         )
     if against == "plain":
-        against_plain(state, place.shown, result, invocations, rounds, seconds)
+        with working(f"running the operations of {name} and plain JAX"):
+            against_plain(state, place.shown, result, invocations, rounds, seconds)
         return Exit.OK
-    compared = subject.compare(result, rounds=rounds, seconds=seconds)
+    with working(f"running {name} with heuristic and with stored configs"):
+        compared = subject.compare(result, rounds=rounds, seconds=seconds)
     before, after = (statistics.median(samples) for samples in (compared.before, compared.after))
     gain = compared.gain
     operations = [
@@ -87,7 +91,8 @@ def bench(
         for entry in result
     ]
     rows = [
-        (entry["op_id"], entry["signature"], described(entry["config"])) for entry in operations
+        (entry["op_id"], described(entry["config"]), shortened(entry["signature"]))
+        for entry in operations
     ]
     lines = [f"without: {skip.label}: {skip.reason}" for skip in result.skipped]
     lines += [f"note: {remark}" for remark in compared.notes]
@@ -108,5 +113,5 @@ def bench(
         "operations": operations,
         "not_stored": fields_of(result.skipped, "label", "reason"),
     }
-    state.result(data, table(("operation", "call", "stored config"), rows), *lines)
+    state.result(data, table(("operation", "stored config", "call"), rows, details=2), *lines)
     return Exit.OK

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from ..formatting import described, duration, shortened
 from ..markup import one_line
-from ..report.formatting import described, duration, interval, shortened
+from ..report.formatting import interval
 from ..speedup import PlainJax, against_heuristic
 from .output import State, fields_of, table
 

@@ -10,7 +10,7 @@ import click
 from . import options
 from .exits import Exit, Failure, in_one_line
 from .loading import import_modules, load
-from .output import State, table
+from .output import State, table, working
 from .programs import invocations_of, operations_of, skipped_of
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def _complete(context: click.Context, parameter: click.Parameter, begun: str) ->
     return [name for name in names() if name.startswith(begun)]
 
 
-@click.command()
+@click.command(short_help="Compile for TPU and CUDA devices that are not here.")
 @click.argument("name", metavar="[MODULE:FUNCTION]", required=False)
 @click.option(
     "--target",
@@ -74,8 +74,9 @@ def check(
     if file is not None and lower_only:
         raise click.UsageError("--export ranks by what compilers say; leave out --lower-only")
     targets = _targets(wanted, lower_only)
-    import_modules(modules)
-    found = operations_of(load(name).lower(), name)
+    with working(f"loading {name}"):
+        import_modules(modules)
+        found = operations_of(load(name).lower(), name)
     from ..targets import TargetError, export
     from ..targets import check as check_call
 
@@ -85,9 +86,10 @@ def check(
     for target, inv in itertools.product(targets, invocations_of(found)):
         call = {"target": target.name, "op_id": inv.key.op_id, "signature": inv.signature}
         try:
-            result = check_call(
-                inv, target=target, compile=not lower_only, seconds=seconds, jobs=jobs
-            )
+            with working(f"{inv.full_op_id} for {target.name}"):
+                result = check_call(
+                    inv, target=target, compile=not lower_only, seconds=seconds, jobs=jobs
+                )
         except TargetError as error:
             reason = in_one_line(error).removeprefix("TargetError: ")
             shown.append(f"{inv.full_op_id}({inv.signature}) for {target.name}: {reason}")
@@ -129,6 +131,7 @@ def _targets(wanted: tuple[str, ...], lower_only: bool) -> list[Target]:
 def _list(state: State, ask: bool) -> int:
     from ..targets import available
 
+    found = available(ask=ask)
     data = [
         {
             "target": entry.target.name,
@@ -138,16 +141,8 @@ def _list(state: State, ask: bool) -> int:
             "compiler": entry.compiler,
             "lacking": entry.lacking,
         }
-        for entry in available(ask=ask)
+        for entry in found
     ]
-    rows = [
-        (
-            entry["target"],
-            entry["device"] or "this machine",
-            "yes" if entry["usable"] else "lower only",
-            entry["compiler"] if entry["usable"] else entry["lacking"],
-        )
-        for entry in data
-    ]
-    state.result(data, table(("target", "device", "compiles here", "with, or what it lacks"), rows))
+    shown = found._shown()
+    state.result(data, table(shown.header, shown.rows), *shown.notes)
     return Exit.OK

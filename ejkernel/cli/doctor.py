@@ -12,7 +12,8 @@ from typing import NamedTuple
 import click
 
 from .. import __version__
-from ..report.formatting import counted
+from ..formatting import counted
+from ..installation import foreign_distributions, how_to_install
 from . import options
 from .exits import Exit, Failure, in_one_line
 from .output import State, styled, table
@@ -48,7 +49,7 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
-@click.command()
+@click.command(short_help="Look at this installation: what is here, what is missing.")
 @options.store
 @options.with_state
 def doctor(state: State, source: str | None) -> int:
@@ -87,6 +88,13 @@ def doctor(state: State, source: str | None) -> int:
 
 def _versions() -> Iterator[Finding]:
     yield Finding("ejkernel", "ok", __version__)
+    for other in foreign_distributions():
+        yield Finding(
+            "ejkernel",
+            "warning",
+            f"another distribution of this name is installed: {other}",
+            f"pip uninstall ejkernel, then {how_to_install()}",
+        )
     python = f"{platform.python_version()} on {platform.platform(terse=True)}"
     yield Finding("python", "ok", python)
     for package in ("jax", "jaxlib"):
@@ -144,6 +152,9 @@ def _settings() -> Iterator[Finding]:
             yield Finding(variable.name, "error", str(error))
             continue
         yield Finding(variable.name, "ok", value)
+    for name, near in environment.unknown().items():
+        advice = f"did you mean {near}?" if near else "docs/environment.md has them all"
+        yield Finding(name, "warning", "is set, but nothing reads it", advice)
 
 
 def _store(source: str | None) -> Iterator[Finding]:
@@ -196,8 +207,7 @@ def _bundles() -> Iterator[Finding]:
 def _extras() -> Iterator[Finding]:
     for extra, module, package, use in _EXTRAS:
         if importlib.util.find_spec(module) is None:
-            advice = f"pip install 'ejkernel[{extra}]'"
-            yield Finding(extra, "missing", f"not installed: {use}", advice)
+            yield Finding(extra, "missing", f"not installed: {use}", how_to_install(extra))
         else:
             yield Finding(extra, "ok", f"{package} {importlib.metadata.version(package)}")
 

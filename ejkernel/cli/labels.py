@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ..report.formatting import counted, described
+from ..formatting import counted, described, lasting, shortened
 from . import options
 from .exits import Exit
 from .output import State, table
@@ -14,7 +14,7 @@ from .programs import read_program
 from .stores import open_place
 
 
-@click.command()
+@click.command(short_help="List the operations in the text of a program.")
 @click.argument("file", metavar="FILE")
 @options.store
 @options.with_state
@@ -51,14 +51,14 @@ def labels(state: State, file: str, source: str | None) -> int:
         (
             item["op_id"],
             item["call_key"],
-            item["signature"] or "(only its label)",
-            item["kernel"] or "",
+            lasting(item["kernel"] or ""),
             "–" if item["config"] is None else described(item["config"]),
+            shortened(item["signature"] or "") or "(only its label)",
         )
         for item in data
     ]
-    header = ("operation", "key", "call", "kernel", "stored config")
+    header = ("operation", "key", "kernel", "stored config", "call")
     known = sum(item["config"] is not None for item in data)
     counts = f"{counted(len(data), 'operation')}, {known} of them stored for {device}"
-    state.result({"device": device, "labels": data}, table(header, rows), counts)
+    state.result({"device": device, "labels": data}, table(header, rows, details=3), counts)
     return Exit.OK if data else Exit.NOT_WELL

@@ -12,7 +12,7 @@ from .exits import Exit, Failure
 from .output import State, table
 
 
-@click.group()
+@click.group(cls=options.Group)
 @options.common
 def native() -> None:
     """Kernels in C++, built on this machine for its processor."""

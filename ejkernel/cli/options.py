@@ -7,9 +7,24 @@ from typing import Any, TypeVar
 
 import click
 
-from .output import State
+from .output import State, write
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Group(click.Group):
+    """Commands in the order of use. Without one, the answer is the help, and no error."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Their names, as they were added."""
+        return list(self.commands)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """What was typed; with nothing, the help."""
+        if not args and not ctx.resilient_parsing:  # so completion asks
+            write(f"{ctx.get_help()}\n")
+            ctx.exit()
+        return super().parse_args(ctx, args)
 
 
 def _remember(context: click.Context, parameter: click.Parameter, value: Any) -> None:

@@ -10,9 +10,9 @@ import shlex
 import sys
 from typing import TYPE_CHECKING, Any
 
+from ..formatting import counted
 from ..markup import one_line
 from ..report import summary
-from ..report.formatting import counted
 from .exits import os_reason
 from .output import State, fields_of, note, table
 
@@ -106,8 +106,8 @@ def answer(
     interrupted: bool,
 ) -> None:
     """Say what came of a run of `total` operations."""
-    header, rows, right = summary.table(run)
-    shown: list[Any] = [table(header, rows, right=right)]
+    header, rows, right, details = summary.table(run)
+    shown: list[Any] = [table(header, rows, right=right, details=details)]
     stored = f"{len(run.operations)} of {counted(total, 'operation')} stored in {store.path}"
     if interrupted:
         shown.append(f"interrupted: {stored}; the same command goes on where it stopped")

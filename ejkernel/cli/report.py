@@ -6,10 +6,10 @@ import pathlib
 
 import click
 
+from ..formatting import counted
 from ..markup import one_line
 from ..report import FORMATS, Diff, NotARun, Run, render
 from ..report import write as write_report
-from ..report.formatting import counted
 from . import options
 from .exits import Failure
 from .output import State, table, write
@@ -17,7 +17,7 @@ from .records import load_record, record_names, runs_folder
 from .stores import open_place
 
 
-@click.command()
+@click.command(short_help="Write a page about a tuning run.")
 @click.argument("record", metavar="[RECORD]", required=False)
 @click.option(
     "--format",

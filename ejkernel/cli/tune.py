@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..formatting import duration, times
 from ..markup import one_line
 from ..report import write as write_report
 from . import options
 from .exits import Exit, Failure, in_one_line
 from .loading import HOW, import_modules, load
-from .output import State, note
+from .output import State, end_line, note, working
 from .programs import invocations_of, operations_of, read_program
 from .records import answer, save_record, typed_command
 from .stores import open_place, open_store
@@ -37,8 +38,14 @@ def _listener(total: int) -> Callable[..., None]:
         if event == "cache_hit":
             line = f"known already ({data.get('level')})"
         elif event == "autotune_finish":
+            from ..ops.config.outcome import Verdict
+
             outcome = data["outcome"]
-            line = f"{outcome.summary()} ({outcome.took or 0.0:.1f} s)"
+            gained = "" if outcome.speedup is None else f", speedup {times(outcome.speedup)}"
+            measured = f"{outcome.count(Verdict.MEASURED)} of {len(outcome.trials)} measured"
+            remarks = "; ".join(filter(None, (outcome.incomplete, *outcome.notes)))
+            line = f"{duration(outcome.seconds(outcome.best))}{gained} ({measured}, "
+            line += f"{duration(outcome.took)}){f'; {remarks}' if remarks else ''}"
         else:
             return
         done.add((op_id, call_key))
@@ -48,12 +55,13 @@ def _listener(total: int) -> Callable[..., None]:
 
 
 @click.command(
+    short_help="Tune every operation of a function, and store the result.",
     help=f"""Tune every operation of a function, and store the result.
 
     MODULE:FUNCTION (or FILE.py:FUNCTION) is a function of yours without arguments: {HOW}.
 
     What is tuned already is not measured again unless --force is given. A run that was interrupted,
-    by a limit or by Ctrl-C, goes on where it stopped when the same command is typed again."""
+    by a limit or by Ctrl-C, goes on where it stopped when the same command is typed again.""",
 )
 @click.argument("name", metavar="[MODULE:FUNCTION]", required=False)
 @click.option(
@@ -136,24 +144,26 @@ def tune(
         if value is not None and not value > 0:
             raise click.UsageError(f"--{option} {value} must be more than 0")
     text = None if hlo is None else read_program(hlo)
-    opened = open_place(source, must_exist=False)  # its errors come before the work
-    import_modules(modules)
-    subject = None if name is None else load(name)
-    plain = None if against is None else load(against)
+    title = name or str(hlo)
+    with working(f"loading {title}", progress):
+        opened = open_place(source, must_exist=False)  # its errors come before the work
+        import_modules(modules)
+        subject = None if name is None else load(name)
+        plain = None if against is None else load(against)
     for given in filter(None, (subject, plain) if plain is not None else ()):
         if given.whole is None:
             raise Failure(
                 f"{given.name} returns a lowered computation, which --against cannot run; return "
                 "(function, arguments) instead"
             )
-    title = name or str(hlo)
-    program = text if subject is None else subject.lower()
-    calls = operations_of(program, title)
-    store = open_store(source, opened)
+    with working(f"lowering {title}", progress):
+        program = text if subject is None else subject.lower()
+        calls = operations_of(program, title)
+        store = open_store(source, opened)
 
-    from ..ops import Tuner
-    from ..tuning.pipeline import Interrupted, Order, tune_calls
-    from ..tuning.whole_model import COMPARE_SECONDS
+        from ..ops import Tuner
+        from ..tuning.pipeline import Interrupted, Order, tune_calls
+        from ..tuning.whole_model import COMPARE_SECONDS
 
     total = len({inv.key for inv in invocations_of(calls)})
     cluster = functools.partial(_tuned_on_cluster, program, ray_address, workers, progress, force)
@@ -181,6 +191,7 @@ def tune(
             )
     except Interrupted as error:  # what was learned is in the store already
         interrupted, result = True, error.result
+        end_line()
     run = result.run
     file = save_record(run, title, record)
     if page is not None:

@@ -13,10 +13,10 @@ from importlib import resources
 from typing import Any
 
 from .. import __version__
+from ..formatting import counted, duration, shortened, speedup
 from ..markup import Markup, joined, tag
 from ..ops.tuner.progress_file import TuningProgress
 from ..report import Run, render
-from ..report.formatting import counted, duration, shortened, speedup
 from ..report.widgets import card, chip
 from .contents import Contents, RecordedRun, StoredDevice, attempt
 

@@ -1,7 +1,7 @@
 """Many hosts: the processes of one job agree on configs; many machines tune together.
 
 Agreement works by itself in a job with `jax.distributed`; `tune_on_cluster` needs the extra
-`ejkernel[ray]`. Nothing inside `ejkernel.ops` needs this package, and a run of one process does
+the extra `ray`. Nothing inside `ejkernel.ops` needs this package, and a run of one process does
 not load it.
 """
 

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ..installation import how_to_install
 from ..ops.utils import environment
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ def load() -> Any:
         return importlib.import_module("ray")
     except ImportError as error:
         raise ImportError(
-            "tune_on_cluster needs Ray, which is not installed here: pip install 'ejkernel[ray]'"
+            f"tune_on_cluster needs Ray, which is not installed here: {how_to_install('ray')}"
         ) from error
 
 

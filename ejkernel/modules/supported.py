@@ -9,7 +9,7 @@ from typing import Any
 from ejkernel.ops import Kernel, device_kind
 from ejkernel.ops.core.methods import DEVICE_KINDS
 from ejkernel.ops.core.requirements import REFERENCE
-from ejkernel.ops.utils.display import Displayed, Shown, as_text
+from ejkernel.ops.utils.display import Displayed, Shown, as_text, show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +55,7 @@ class SupportTable(Displayed):
                 )
                 for row in self.rows
             ],
+            details=3,
         )
 
     def __str__(self) -> str:
@@ -85,7 +86,7 @@ def support_table(operation: str | None = None, *args: Any, **options: Any) -> S
 
 
 def supported(operation: str | None = None, *args: Any, **options: Any) -> None:
-    """Print which implementations there are and what each supports.
+    """Print which implementations there are and what each supports: a table in a notebook.
 
     With an operation and arguments (arrays or `jax.ShapeDtypeStruct`), print for each of its
     implementations whether it supports that call here, and every reason if not.
@@ -98,7 +99,7 @@ def supported(operation: str | None = None, *args: Any, **options: Any) -> None:
     implementation  supports it
     ...
     """
-    print(support_table(operation, *args, **options))
+    show(support_table(operation, *args, **options))
 
 
 def kernel_of(operation: str) -> Kernel[Any, Any]:

@@ -16,9 +16,11 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..formatting import lasting
 from ..markup import one_line
 from .core.types import ConfigKey
 from .utils import environment
+from .utils.display import Displayed, Shown
 
 if TYPE_CHECKING:
     from .config.decision import Decision
@@ -115,8 +117,8 @@ MISSED = ("autotune", "near", "heuristics", "none")
 
 
 @dataclasses.dataclass(frozen=True)
-class Stats:
-    """What was counted. Prints as a table.
+class Stats(Displayed):
+    """What was counted. Prints as lines, and is a table in a notebook.
 
     Attributes:
       operations: selections by operation and tier, `{"matmul@v1": {"memory": 2}}`. Tiers are
@@ -147,6 +149,18 @@ class Stats:
     def misses(self) -> int:
         """Selections that did not, and tuned, borrowed, guessed or failed (not: `cfg=`)."""
         return sum(self.tiers.get(tier, 0) for tier in MISSED)
+
+    def _shown(self) -> Shown:
+        operations = sorted({*self.operations, *self.tunings})
+        tiers = [tier for tier in ("override", *STORED, *MISSED) if tier in self.tiers]
+        rows = [
+            (op, *(str(self.operations.get(op, {}).get(tier, "")) for tier in tiers), tuned)
+            for op in operations
+            for tuned in (str(self.tunings.get(op, "")),)
+        ]
+        title = f"{self.hits} hits, {self.misses} misses, {sum(self.tunings.values())} tunings"
+        header = ("operation", *tiers, "tunings")
+        return Shown(title, header, rows, right=range(1, len(header)))
 
     def to_plain(self) -> dict[str, Any]:
         """The counts as plain data, for a log or a metrics exporter."""
@@ -207,7 +221,7 @@ def count_decision(decision: Decision[Any]) -> None:
             decision.key.op_id,
             decision.signature,
             decision.key.call_key,
-            one_line(decision.cfg),
+            one_line(lasting(str(decision.cfg))),
             decision.tier,
             one_line(decision.reason),
         )

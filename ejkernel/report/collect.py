@@ -12,6 +12,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..formatting import is_time
 from ..ops import AutotuningResult, PersistentCache
 from ..ops.core.types import ConfigKey
 from ..ops.execution.results import Entry
@@ -21,7 +22,7 @@ from ..ops.utils.serialize import to_plain
 from ..speedup import Gain, PlainJax, gain_of
 from ..store.rows import sound_about
 from .commit import commit_here
-from .record import Candidate, CountedWork, NotTuned, Operation, Roofline, is_time
+from .record import Candidate, CountedWork, NotTuned, Operation, Roofline
 
 StoreLike = PersistentCache | str | os.PathLike[str] | None
 

@@ -8,7 +8,8 @@ import re
 import statistics
 from collections.abc import Iterable, Sequence
 
-from .formatting import Finding, Headline, counted, duration, interval, peaks, shortened, times
+from ..formatting import counted, duration, shortened, times
+from .formatting import Finding, Headline, interval, peaks
 from .record import Gain, Operation, Run
 
 CERTAINTY = 2.326  # standard deviations: 98 %, as in the reports of one run

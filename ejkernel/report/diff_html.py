@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..formatting import described, duration, flat, times
 from ..markup import Markup, joined, tag
 from .diff import Diff, Pair
 from .document import document
-from .formatting import described, duration, flat, rate, times
+from .formatting import rate
 from .plots import axis_line, gain_axis, gain_row, gain_ticks
 from .record import Operation, Run
 from .widgets import card, chip, factor, hero, notes

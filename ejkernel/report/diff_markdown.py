@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from ..formatting import described, duration, times
 from ..markup import escaped_markdown as escaped
 from ..markup import markdown_table as table
 from .diff import Diff, Pair
-from .formatting import described, duration, interval, times
+from .formatting import interval
 
 
 def page(diff: Diff) -> str:

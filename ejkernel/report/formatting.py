@@ -1,18 +1,16 @@
-"""Figures, configs and findings as text: the same in every format, and on the command line."""
+"""What was found, as text: the same in every format of a report, and on the command line."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
+from ..formatting import _three_digits, counted, duration, times
 from ..speedup import interval as interval
-from ..speedup import times as times
-from .record import BeforeAfter, CountedWork, Operation, Roofline, Run, is_time
+from .record import BeforeAfter, CountedWork, Operation, Roofline, Run
 
-Value = str | int | float | bool | None
 Level = Literal["sure", "likely", "open", "unknown"]
 
 # Earlier stores and records say "not deterministic".
@@ -20,27 +18,6 @@ REJECTED = ("wrong", "non-deterministic", "not deterministic", "failed", "unsupp
 
 
 FEW_ROUNDS = 7  # of fewer, a confidence interval is only what was seen
-
-
-def duration(seconds: float | None) -> str:
-    """A time in the unit that fits it.
-
-    >>> duration(0.00123), duration(3.2e-5), duration(75), duration(None)
-    ('1.23 ms', '32.0 µs', '1 min 15 s', '–')
-    """
-    if seconds is None or not is_time(seconds):
-        return "–"
-    if seconds >= 60:
-        minutes, rest = divmod(round(seconds), 60)
-        return f"{minutes} min {rest} s"
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= size:
-            return f"{_three_digits(seconds / size)} {unit}"
-    return f"{_three_digits(seconds / 1e-9)} ns"
-
-
-def _three_digits(number: float) -> str:
-    return f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f}"
 
 
 def rounded(seconds: float) -> str:
@@ -51,11 +28,6 @@ def rounded(seconds: float) -> str:
     """
     number, _, unit = duration(seconds).partition(" ")
     return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
-
-
-def speedup(before: float | None, after: float | None) -> str:
-    """`1.25×`, how many times faster the second time is; a dash if one of them is not known."""
-    return times(before / after) if before and after else "–"
 
 
 def per_second(number: float, unit: str) -> str:
@@ -110,59 +82,6 @@ def peaks(roofline: Roofline) -> str:
     """The most that a machine can do, in words."""
     flops = [f"{per_second(peak, 'FLOP/s')} ({dtype})" for dtype, peak in roofline.flops.items()]
     return f"{', '.join([*flops, per_second(roofline.bytes, 'B/s')])} to and from memory"
-
-
-def counted(number: int, what: str) -> str:
-    """`1 entry`, `2 entries`, `3 candidates`."""
-    if number != 1:
-        what = f"{what[:-1]}ies" if what.endswith("y") else f"{what}s"
-    return f"{number} {what}"
-
-
-def shortened(signature: str) -> str:
-    """A signature with repeated arguments counted: `3 × float32[1,1024,8,64], causal=True`."""
-    parts = [(part, len(list(run))) for part, run in itertools.groupby(signature.split(", "))]
-    return ", ".join(part if count == 1 else f"{count} × {part}" for part, count in parts)
-
-
-def flat(config: Any) -> dict[str, Value]:
-    """A config's fields by their path, without those that are None.
-
-    >>> flat({"fwd": {"block": 64, "warps": None}, "dtype": {"$dtype": "bfloat16"}})
-    {'fwd.block': 64, 'dtype': 'bfloat16'}
-    """
-    return {path: value for path, value in _leaves(config, "") if value is not None}
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Value]]:
-    tagged = {"$dtype", "$float", "$enum", "$set"}
-    if isinstance(value, Mapping) and not tagged.intersection(value):
-        for name, item in value.items():
-            if name != "$type":
-                yield from _leaves(item, f"{path}.{name}" if path else str(name))
-        return
-    if isinstance(value, Mapping):
-        value = str(next(item for name, item in value.items() if name in tagged))
-    elif isinstance(value, (list, tuple)):
-        value = "×".join(str(item) for item in value)
-    elif not isinstance(value, (str, int, float, bool, type(None))):
-        value = str(value)
-    yield path or "config", value
-
-
-def described(config: Any, only: Sequence[str] | None = None) -> str:
-    """A config in one line; `only` these dimensions, if it has any of them.
-
-    >>> described({"fwd": {"q": 64, "k": 32}, "rows": 8}), described({"rows": 8, "b": 1}, ["rows"])
-    ('fwd(q=64 k=32) rows=8', 'rows=8')
-    """
-    fields = flat(config)
-    wanted = {name: value for name, value in fields.items() if only is None or name in only}
-    parts = []
-    for group, names in itertools.groupby(wanted or fields, lambda name: name.rpartition(".")[0]):
-        inside = " ".join(f"{name.rpartition('.')[2]}={fields[name]}" for name in names)
-        parts.append(f"{group}({inside})" if group else inside)
-    return " ".join(parts) or "default"
 
 
 @dataclasses.dataclass(frozen=True)

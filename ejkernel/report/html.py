@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..formatting import counted, described, duration, shortened, times
 from ..markup import Markup, joined, tag
 from .document import document
 from .formatting import (
     REJECTED,
     Finding,
-    counted,
-    described,
-    duration,
     headline,
     how_sure,
     interval,
     peaks,
     rate,
     share_of_peak,
-    shortened,
     time_spent,
-    times,
 )
 from .operations import operation_card
 from .plots import axis_line, before_after_rows, gain_axis, gain_row, gain_ticks

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..formatting import counted, described, duration, shortened, times
 from ..markup import escaped_markdown as escaped
 from ..markup import markdown_table as table
 from .formatting import (
     REJECTED,
-    counted,
-    described,
-    duration,
     headline,
     how_sure,
     interval,
     peaks,
     rate,
     share_of_peak,
-    shortened,
     time_spent,
-    times,
 )
 from .record import BeforeAfter, Candidate, Operation, Roofline, Run
 from .search import in_words

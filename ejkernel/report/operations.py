@@ -5,18 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..formatting import counted, described, duration, shortened
 from ..markup import Markup, tag
-from .formatting import (
-    REJECTED,
-    counted,
-    described,
-    duration,
-    how_sure,
-    rate,
-    rounded,
-    share_of_peak,
-    shortened,
-)
+from .formatting import REJECTED, how_sure, rate, rounded, share_of_peak
 from .plots import axis_line, candidate_rows, heat_map, time_axis
 from .record import Candidate, Operation, Roofline
 from .search import search_section

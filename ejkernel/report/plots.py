@@ -11,9 +11,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from ..formatting import described, duration, times
 from ..markup import Markup, joined, tag
 from .axis import Axis
-from .formatting import described, duration, interval, rate, rounded, times
+from .formatting import interval, rate, rounded
 from .record import BeforeAfter, Candidate, Gain, Operation
 from .space import Cell, Map, dimensions
 

@@ -12,6 +12,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..formatting import is_time
 from ..speedup import Gain as Gain
 from ..speedup import PlainJax, against_heuristic
 from .plain import NotARun, as_text, from_text
@@ -20,15 +21,6 @@ if TYPE_CHECKING:
     from ..ops import AutotuningResult, PersistentCache
 
 SCHEMA = 1
-
-
-def is_time(seconds: float) -> bool:
-    """True for seconds that a clock can have given; 0 is what it could not tell from nothing.
-
-    >>> is_time(1e-3), is_time(0), is_time(-1.0), is_time(1e-320)
-    (True, True, False, False)
-    """
-    return seconds == 0 or 1e-15 <= seconds <= 1e12
 
 
 class _Timed:

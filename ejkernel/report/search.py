@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ..formatting import counted, described, duration
 from ..markup import Markup, joined, tag
 from .axis import Axis
-from .formatting import counted, described, duration, rounded
+from .formatting import rounded
 from .plots import percent
 from .record import Candidate, Operation
 from .space import dimensions, importances

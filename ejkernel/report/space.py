@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .formatting import Value, flat
+from ..formatting import Value, flat
 from .record import Candidate, Operation
 
 MOST_MAPS = 6

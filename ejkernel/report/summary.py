@@ -4,40 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..formatting import counted, described, duration, shortened, speedup, times
 from ..speedup import Gain
-from .formatting import counted, described, duration, shortened, speedup, times
 from .record import BeforeAfter, Operation, Run
 
-Table = tuple[Sequence[str], list[tuple[str, ...]], Sequence[int]]
+Table = tuple[Sequence[str], list[tuple[str, ...]], Sequence[int], int]
 
 
 def table(run: Run) -> Table:
-    """The header, the rows, and which columns are numbers.
+    """The header, the rows, which columns are numbers, and how many are details at the end.
 
     What is known of no operation has no column: calls and shares need the function itself.
     """
     columns: dict[str, list[str]] = {
         "operation": [o.op_id for o in run.operations],
-        "call": [shortened(o.signature) or o.call_key for o in run.operations],
         "plain JAX": [duration(o.plain.seconds if o.plain else None) for o in run.operations],
         "default": [duration(o.heuristic_seconds) for o in run.operations],
         "tuned": [duration(o.seconds) for o in run.operations],
         "over plain": [o.plain.faster(o.seconds) if o.plain else "–" for o in run.operations],
         "over default": [speedup(o.heuristic_seconds, o.seconds) for o in run.operations],
     }
+    details = {
+        "config": [described(o.config) for o in run.operations],
+        "call": [shortened(o.signature) or o.call_key for o in run.operations],
+    }
     if any(o.calls is not None for o in run.operations):
-        columns["calls"] = ["–" if o.calls is None else str(o.calls) for o in run.operations]
-    if any(o.share is not None for o in run.operations):
-        columns["of the step"] = [percent(o.share) for o in run.operations]
-        columns["at most"] = [
-            "–" if o.most_gain is None else times(o.most_gain) for o in run.operations
-        ]
-    columns["config"] = [described(o.config) for o in run.operations]
+        details["in the step"] = [part_of_the_step(o) for o in run.operations]
     if any(o.incomplete for o in run.operations):
-        columns[""] = ["interrupted" if o.incomplete else "" for o in run.operations]
-    words = ("operation", "call", "config", "")
-    right = [i for i, name in enumerate(columns) if name not in words]
-    return list(columns), list(zip(*columns.values(), strict=True)), right
+        details[""] = ["interrupted" if o.incomplete else "" for o in run.operations]
+    right = list(range(1, len(columns)))
+    columns |= details
+    return list(columns), list(zip(*columns.values(), strict=True)), right, len(details)
 
 
 def sentences(run: Run) -> list[str]:

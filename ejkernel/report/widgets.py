@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ..formatting import times
 from ..markup import Markup, tag
-from .formatting import Finding, Headline, times
+from .formatting import Finding, Headline
 from .record import Gain
 
 

@@ -14,6 +14,7 @@ import re
 import urllib.parse
 from typing import Any
 
+from ..installation import how_to_install
 from .errors import StoreUnavailable
 
 FILE_NAME = "configs.sqlite3"
@@ -125,8 +126,7 @@ def _from_url(text: str) -> Location:
         )
     if importlib.util.find_spec("psycopg") is None:
         raise ModuleNotFoundError(
-            "PersistentCache: a store on PostgreSQL needs psycopg; install it with "
-            "pip install 'ejkernel[postgres]'"
+            f"PersistentCache: a store on PostgreSQL needs psycopg: {how_to_install('postgres')}"
         )
     return _server(url)
 

@@ -6,7 +6,9 @@ A `Target` is plain data. Nothing here imports a plugin or starts a backend.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
+import re
 
 from ..ops.utils.fingerprint import StandIn, device_fingerprint
 
@@ -171,14 +173,37 @@ def names() -> tuple[str, ...]:
 
 
 def find(target: str | Target) -> Target:
-    """A target by its name; a `Target` is given back as it is.
+    """A target by its name, or by a part of its name or its device's; a `Target` as it is.
 
     >>> find("tpu-v5e").device_fingerprint
     'tpu|tpu-v5-lite'
+    >>> [find(name).name for name in ("h100", "SM_90", "TPU v5e", "v6e")]
+    ['cuda-sm90', 'cuda-sm90', 'tpu-v5e', 'tpu-v6e']
     """
     if isinstance(target, Target):
         return target
-    known = TARGETS.get(target) if isinstance(target, str) else None
-    if known is None:
-        raise TargetError(f"target {target!r} is not known; known are {', '.join(TARGETS)}")
-    return known
+    wanted = _letters(target) if isinstance(target, str) else ""
+    if wanted in (exact := {_letters(name): name for name in TARGETS}):
+        return TARGETS[exact[wanted]]
+    spellings = {
+        spelling: known
+        for known in TARGETS.values()
+        for spelling in (known.name, known.device_name or known.name)
+    }
+    matching = {known.name for text, known in spellings.items() if wanted in _letters(text)}
+    if wanted and len(matching) == 1:
+        return TARGETS[matching.pop()]
+    if not wanted or not matching:
+        words = {
+            _letters(word): known.name
+            for text, known in spellings.items()
+            for word in (text, *text.split())
+        }
+        matching = {words[near] for near in difflib.get_close_matches(wanted, words, n=2)}
+    hint = f": did you mean {' or '.join(sorted(matching))}?" if wanted and matching else "."
+    raise TargetError(f"target {target!r} is not known{hint} Known are {', '.join(TARGETS)}")
+
+
+def _letters(name: str) -> str:
+    """A name as people may spell it: `SM_90` and `sm90` are the same."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -7,11 +7,12 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from ..formatting import described, duration, speedup
 from ..ops.core.invocation import Invocation
 from ..ops.core.kernel import Kernel
 from ..ops.core.requirements import reasons_against_config
 from ..ops.core.types import ConfigKey
-from ..ops.utils.display import Displayed, Shown, as_text, brief
+from ..ops.utils.display import Displayed, Shown, as_text
 from ..ops.utils.serialize import to_plain
 from .catalog import Target, TargetError, find
 from .compiler import compile_all, require
@@ -261,13 +262,13 @@ def _row(entry: Check, best: Estimate | None) -> tuple[str, ...]:
         registers = f"{registers} +{_scaled(entry.spilled_bytes, _BYTES, 'B')}".strip()
     estimated, remark = "", entry.reason
     if entry.estimate is not None:
-        estimated = f"{entry.estimate.seconds * 1e3:.4g} ms"
+        estimated = duration(entry.estimate.seconds)
         if best is not None and best.seconds:
-            estimated += f" ({entry.estimate.seconds / best.seconds:.2f}x)"
+            estimated += f" ({speedup(best.seconds, entry.estimate.seconds)})"
         remark = ", ".join((entry.estimate.bound, *entry.estimate.notes))
-    took = "" if entry.seconds is None else f"{entry.seconds:.2f} s"
+    took = "" if entry.seconds is None else duration(entry.seconds)
     return (
-        brief(entry.cfg),
+        described(entry.cfg),
         f"{took} (cached)" if entry.cached else took,
         _scaled(memory, _BYTES, "B"),
         registers,

@@ -15,10 +15,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from ..installation import how_to_install
 from ..ops.tuner.isolation.process import START_SECONDS, Process, WorkerLost, WorkerUnavailable
 from ..ops.tuner.isolation.worker import Header
 from ..ops.utils import environment
-from ..ops.utils.display import text_table
+from ..ops.utils.display import Displayed, Shown, as_text
 from ..ops.utils.fingerprint import short_hash
 from ..store.private import PrivateFolder
 from ..store.reading import parse_json
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1  # of what a worker answers: raise it when a figure is read differently
 _PACKAGES = {"tpu": ("libtpu",), "cuda": ("jax-cuda13-plugin", "jax-cuda13-pjrt"), "cpu": ()}
-EXTRAS = {"tpu": "ejkernel[tpu-aot]", "cuda": "ejkernel[cuda-aot]"}
+_EXTRAS = {"tpu": "tpu-aot", "cuda": "cuda-aot"}
 
 
 # --- what is installed ---------------------------------------------------------------------------
@@ -52,7 +53,7 @@ def missing(platform: str) -> str:
     """What to install before anything can be compiled for a platform; "" if all is there."""
     lacking = [name for name in _PACKAGES[platform] if not _version(name)]
     if lacking:
-        return f"install {EXTRAS[platform]} ({' and '.join(lacking)})"
+        return f"install {' and '.join(lacking)}: {how_to_install(_EXTRAS[platform])}"
     if platform == "cuda" and find_ptxas() is None:
         return "put a CUDA 13 `ptxas` on the PATH (CUDA toolkit), or install nvidia-cuda-nvcc"
     return ""
@@ -83,7 +84,7 @@ class Availability:
 
 
 @dataclasses.dataclass(frozen=True)
-class Available:
+class Available(Displayed):
     """All known targets. Prints as a table."""
 
     entries: tuple[Availability, ...]
@@ -102,17 +103,20 @@ class Available:
         """The targets that can be compiled for here."""
         return tuple(entry.target for entry in self.entries if entry.usable)
 
-    def __str__(self) -> str:
-        rows = [
-            (
-                entry.target.name,
-                entry.target.device_name or "this machine",
-                "yes" if entry.usable else "lower only",
-                entry.compiler if entry.usable else entry.lacking,
+    def _shown(self) -> Shown:
+        rows, lacking = [], dict[str, list[str]]()
+        for entry in self.entries:
+            name, device = entry.target.name, entry.target.device_name or "this machine"
+            rows.append(
+                (name, device, f"with {entry.compiler}" if entry.usable else "no: lowers only")
             )
-            for entry in self.entries
-        ]
-        return text_table(("target", "device", "compiles here", "with, or what it lacks"), rows)
+            if not entry.usable:
+                lacking.setdefault(entry.lacking, []).append(name)
+        notes = [f"to compile for {', '.join(names)}: {how}" for how, names in lacking.items()]
+        return Shown("", ("target", "device", "compiles here"), rows, notes=notes)
+
+    def __str__(self) -> str:
+        return as_text(self._shown())
 
 
 def available(*, ask: bool = False) -> Available:

@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ..formatting import described
 from ..ops.config.explain import call_fields
 from ..ops.core.invocation import Invocation
 from ..ops.core.kernel import Kernel
@@ -160,7 +161,9 @@ def _entry(result: CheckResult, best: int) -> dict[str, Any]:
     inv = result.invocation
     name = f"{inv.full_op_id}({inv.signature})"
     if not result.feasible:
-        reasons = "; ".join(f"{entry.cfg}: {entry.reason}" for entry in result.infeasible[:3])
+        reasons = "; ".join(
+            f"{described(entry.cfg)}: {entry.reason}" for entry in result.infeasible[:3]
+        )
         raise TargetError(
             f"export: no config of {name} compiles for {result.target.name}: {reasons}"
         )

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..formatting import duration, shortened, speedup
 from ..ops.core.kernel import Kernel, kernel_named
 from ..ops.execution.results import Entry
 from ..ops.utils.meta import label
-from ..report.formatting import duration, shortened, speedup
 
 
 def as_code(device: str, entries: Iterable[Entry]) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from ..formatting import counted
 from ..ops.config.cache import ConfigCache
 from ..ops.config.context import AutotunePolicy, asked_call
 from ..ops.config.decision import Decision
@@ -25,7 +26,6 @@ from ..ops.execution.whole_function import WholeFunction
 from ..ops.utils import environment
 from ..ops.utils.fingerprint import device_fingerprint
 from ..ops.utils.meta import label
-from ..report.formatting import counted
 from ..report.record import Operation, Run
 from .result import TuningResult
 from .whole_model import COMPARE_SECONDS, Comparison, compare

@@ -68,6 +68,6 @@ class TuningResult(AutotuningResult):
         return as_code(self.device, self.entries)
 
     def _shown(self) -> Shown:
-        header, rows, right = summary.table(self.run)
-        title = f"tuned for {self.device}"
-        return Shown(title, header, rows, right=right, notes=summary.sentences(self.run))
+        header, rows, right, details = summary.table(self.run)
+        title, notes = f"tuned for {self.device}", summary.sentences(self.run)
+        return Shown(title, header, rows, right=right, details=details, notes=notes)

@@ -106,7 +106,7 @@ def test_every_command_ends_well_or_in_one_line(homeless, command, ej, bundle, t
     assert done.code in COMMANDS[command], done
     assert "Traceback" not in done.err
     assert "bug of ejkernel" not in done.err
-    said = [line for line in done.err.splitlines() if line.startswith("ejkernel:")]
+    said = [line for line in done.err.splitlines() if line.startswith(("ejkernel:", "error:"))]
     assert len(said) <= 1, done.err
     if done.code in (3, 4, 5):
         assert len(said) == 1

@@ -22,8 +22,7 @@ HERE = pathlib.Path(__file__).parent
 pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("ray") is None,
-        reason="RAY IS NOT INSTALLED: tuning on a cluster is not tested "
-        "(pip install 'ejkernel[ray]')",
+        reason="RAY IS NOT INSTALLED: tuning on a cluster is not tested (pip install '.[ray]')",
     ),
 ]
 

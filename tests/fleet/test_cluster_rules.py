@@ -276,7 +276,7 @@ def test_resources_that_nobody_has(caplog):
 def test_ray_is_not_needed_where_nothing_is_to_be_tuned(selector, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     assert len(tune_on_cluster(selector, [])) == 0
-    with pytest.raises(ImportError, match=r"pip install 'ejkernel\[ray\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[ray\]'"):
         tune_on_cluster(selector, calls(1))
 
 

@@ -10,9 +10,10 @@ import time
 import pytest
 from sample_runs import HOSTILE, attention, empty_run, hostile_run, large_run, loss, plain_run
 
+from ejkernel.formatting import described
 from ejkernel.report import FORMATS, BeforeAfter, Candidate, Gain, Run, render
 from ejkernel.report.axis import Axis
-from ejkernel.report.formatting import described, headline, how_sure
+from ejkernel.report.formatting import headline, how_sure
 from ejkernel.report.space import dimensions, maps
 from ejkernel.speedup import PlainJax
 

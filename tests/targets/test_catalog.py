@@ -81,14 +81,14 @@ def test_what_is_missing_is_said_with_what_to_install(monkeypatch):
     found = targets.available()
     assert [entry.target.name for entry in found] == list(targets.names())
     assert not found["tpu-v5e"].usable
-    assert "ejkernel[tpu-aot]" in found["tpu-v5e"].lacking
+    assert "'.[tpu-aot]'" in found["tpu-v5e"].lacking
     assert found["cpu"].usable
     table = str(found)
     assert all(name in table for name in LISTED)
-    assert "ejkernel[tpu-aot]" in table
+    assert "'.[tpu-aot]'" in table
 
     monkeypatch.setattr(compiler, "_version", lambda name: "")
-    assert "ejkernel[cuda-aot]" in targets.available()["cuda-sm90"].lacking
+    assert "'.[cuda-aot]'" in targets.available()["cuda-sm90"].lacking
 
 
 def test_a_missing_ptxas_is_said(monkeypatch):

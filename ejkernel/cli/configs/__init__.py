@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import click
 
-from ..options import common
+from ..options import Group, common
 from .maintain import prune, verify
 from .show import diff, explain, list_, show
 from .transfer import export, import_, merge
 
 
-@click.group()
+@click.group(cls=Group)
 @common
 def configs() -> None:
     """Show stored configs, transfer and maintain them.

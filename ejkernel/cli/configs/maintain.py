@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ...report.formatting import counted, described
+from ...formatting import counted, described
 from .. import options
 from ..exits import Exit
 from ..loading import import_modules

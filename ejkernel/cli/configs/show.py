@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
+from ...formatting import counted, described, duration, lasting, shortened, speedup, times
 from ...markup import one_line
-from ...report.formatting import counted, described, duration, speedup, times
 from ...speedup import Gain, PlainJax, against_heuristic
 from .. import options
 from ..exits import Exit, Failure
@@ -32,26 +32,26 @@ def list_(state: State, source: str | None, op: str | None, device: str | None) 
         (
             entry["key"][1],
             entry["key"][2],
-            entry["about"].get("signature") or "",
-            described(entry["config"]),
             duration(entry["about"].get("seconds")),
             speedup(entry["about"].get("heuristic_seconds"), entry["about"].get("seconds")),
             "–"
             if (plain := _plain(entry)) is None
             else plain.faster(entry["about"].get("seconds")),
-            remark(entry),
+            described(entry["config"]),
+            shortened(entry["about"].get("signature") or ""),
             entry["key"][0],
+            remark(entry),
         )
         for entry in entries
     ]
     header = (
-        *("operation", "key", "call", "config", "time", "over default", "over plain"),
-        *("", "device"),
+        *("operation", "key", "time", "over default", "over plain"),
+        *("config", "call", "device", ""),
     )
     data = {"place": place.shown, "entries": [as_data(entry) for entry in entries]}
     count = f"{counted(len(entries), 'entry')} in {place.shown}"
     hint = "" if entries else "; tune something with `ejkernel tune module:function`"
-    state.result(data, table(header, rows, right=(4, 5, 6)), f"{count}{hint}")
+    state.result(data, table(header, rows, right=(2, 3, 4), details=4), f"{count}{hint}")
 
 
 @click.command()
@@ -135,7 +135,7 @@ def _explain_function(
         {
             **decision.key._asdict(),
             "signature": decision.signature,
-            "config": str(decision.cfg),
+            "config": lasting(str(decision.cfg)),
             "tier": decision.tier,
             "reason": decision.reason,
             "misses": [{"tier": m.tier, "reason": m.explain()} for m in decision.misses],
@@ -143,7 +143,7 @@ def _explain_function(
         for decision in decisions
     ]
     skipped = fields_of(skipped_of(found), "label", "reason")
-    shown = [decision.explain() for decision in decisions]
+    shown = [str(decision.explain()) for decision in decisions]
     shown += [f"{skip['label']}\n  not known: {one_line(skip['reason'])}" for skip in skipped]
     state.result({"decisions": data, "skipped": skipped}, "\n\n".join(shown))
 
@@ -217,15 +217,15 @@ def diff(state: State, first: str, second: str, op: str | None, device: str | No
         present = one or other
         assert present is not None
         what = "config" if one and other else f"only in {places[0 if one else 1].shown}"
-        call = present["about"].get("signature") or ""
-        rows.append((key[1], key[2], call, what, _config(one), _config(other), key[0]))
+        call = shortened(present["about"].get("signature") or "")
+        rows.append((key[1], key[2], what, _config(one), _config(other), call, key[0]))
         both = {"first": one and as_data(one), "second": other and as_data(other)}
         data.append({"key": list(key), **both})
     same = len({*left, *right}) - len(rows)
     counts = f"{len(rows)} different, {same} the same"
     answer = {"first": places[0].shown, "second": places[1].shown, "same": same, "differ": data}
-    header = ("operation", "key", "call", "difference", "first", "second", "device")
-    state.result(answer, table(header, rows), counts)
+    header = ("operation", "key", "difference", "first", "second", "call", "device")
+    state.result(answer, table(header, rows, details=4), counts)
     return Exit.NOT_WELL if rows else Exit.OK
 
 
@@ -276,7 +276,7 @@ def facts(entry: Entry) -> str:
         compared.append(f"  plain JAX {words}")
     versions = about.get("versions") if isinstance(about.get("versions"), dict) else {}
     lines = [
-        f"{op_id}({about.get('signature', '')})",
+        f"{op_id}({shortened(about.get('signature') or '')})",
         f"  device    {device}",
         f"  key       {call_key}",
         f"  config    {described(entry['config'])}",

@@ -6,7 +6,7 @@ import pathlib
 
 import click
 
-from ...report.formatting import counted
+from ...formatting import counted
 from .. import options
 from ..output import State, write
 from ..stores import open_place, open_store

@@ -11,6 +11,7 @@ import numpy as np
 from ejkernel.ops import Dimension, Invocation, Kernel, NearShapes, Partitioning, Shards
 from ejkernel.ops.core.work import Work, traffic
 
+from ..sizes import default_scale
 from .native import CPP
 from .pallas_gpu import PALLAS_GPU
 from .pallas_tpu import PALLAS_TPU
@@ -61,6 +62,9 @@ class FlashAttention(Kernel[Any, Out]):
     def entries_are_independent(self, *args: Any, **options: Any) -> bool:
         # What is dropped depends on the number of the entry.
         return options.get("dropout_key") is None
+
+    def default_keywords(self, *args: Any) -> dict[str, Any]:
+        return {"causal": False, **default_scale("softmax_scale", *args)}
 
     def make_inputs(
         self, inv: Invocation[Any, Any], key: jax.Array

@@ -9,6 +9,7 @@ import jax
 from ejkernel.ops import Dimension, Invocation, Kernel, NearShapes, Partitioning
 from ejkernel.ops.core.work import Work, traffic
 
+from ..sizes import default_scale
 from .pallas_gpu import PALLAS_GPU
 from .pallas_tpu import PALLAS_TPU
 from .reference import gated_linear_attention_reference
@@ -53,6 +54,9 @@ class GatedLinearAttention(Kernel[Any, Any]):
         flops = passes * elements * (5 if len(inv.args) == 4 else 4)
         out = jax.ShapeDtypeStruct(v.shape, q.dtype)
         return Work(float(flops), traffic(inv, out))
+
+    def default_keywords(self, *args: Any) -> dict[str, Any]:
+        return default_scale("scale", *args)
 
     def make_inputs(self, inv: Invocation[Any, Any], key: jax.Array) -> tuple[Any, Any]:
         """Random numbers, but decays that decay: with growth nothing would stay finite."""

@@ -105,6 +105,9 @@ class RmsNorm(_Norm):
     implementations = _implementations(centered=False)
     reference = staticmethod(rms_norm_reference)
 
+    def default_keywords(self, *args: Any) -> dict[str, Any]:
+        return {"eps": 1e-6}
+
 
 class LayerNorm(_Norm):
     """`(x - mean) / sqrt(var + eps) · weight + bias`. Use `ejkernel.modules.layer_norm`.
@@ -115,3 +118,6 @@ class LayerNorm(_Norm):
 
     implementations = _implementations(centered=True)
     reference = staticmethod(layer_norm_reference)
+
+    def default_keywords(self, *args: Any) -> dict[str, Any]:
+        return {"eps": 1e-5}

@@ -11,6 +11,7 @@ import numpy as np
 from ejkernel.ops import Dimension, Invocation, Kernel, NearShapes, Partitioning
 from ejkernel.ops.core.work import Work
 
+from ..sizes import default_scale
 from .pallas_gpu import PALLAS_GPU
 from .pallas_tpu import PALLAS_TPU
 from .reference import paged_attention_reference
@@ -41,6 +42,9 @@ class PagedAttention(Kernel[Any, jax.Array]):
 
     def entries_are_independent(self, *args: Any, **options: Any) -> bool:
         return True
+
+    def default_keywords(self, *args: Any) -> dict[str, Any]:
+        return default_scale("softmax_scale", *args)
 
     def make_inputs(
         self, inv: Invocation[Any, Any], key: jax.Array

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import threading
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, overload
 
+from ..core.kernel import operations
 from ..core.types import ConfigKey
 from ..utils.fingerprint import short_hash, stable_json
 from ..utils.meta import parse_label
@@ -186,5 +189,26 @@ def overlay_cache(source: Mapping[Any, Any] | ConfigCache) -> AbstractContextMan
     Keys are those of `ConfigCache`, or, shorter, a label, an operation with its version
     (`"matmul@v1"`) or an operation's name (`"matmul"`) for all its calls. Functions jitted before
     the block select again inside it and return to their earlier config after it.
+
+    An operation that no kernel of this process has is a warning, not an error: its kernel may be
+    made inside the block.
     """
-    return context.Block(OverlayLayer.of(source))
+    layer = OverlayLayer.of(source)
+    _warn_of_unknown_operations(layer.entries)
+    return context.Block(layer)
+
+
+def _warn_of_unknown_operations(keys: Iterable[Any]) -> None:
+    existing = operations()
+    names = {*existing, *(op_id.partition("@v")[0] for op_id in existing)}
+    for key in keys:
+        op_id = key if isinstance(key, str) else key[-2] if isinstance(key, tuple) else None
+        if op_id is None or op_id in names:
+            continue
+        near = difflib.get_close_matches(op_id, sorted(names), n=1, cutoff=0.75)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        warnings.warn(
+            f"overlay_cache: no kernel of this process has the operation {op_id!r}, so its config "
+            f"is not used{hint}",
+            stacklevel=3,
+        )

@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic
 
+from ...formatting import lasting
 from ...markup import one_line, printable
 from ..core.types import Cfg, ConfigKey
 from ..registry import count_miss
-from ..utils.display import Displayed, Shown
+from ..utils.display import Displayed, Explanation, Shown
 from .persistent import default_path
 
 if TYPE_CHECKING:
@@ -61,21 +62,21 @@ class Decision(Displayed, Generic[Cfg]):
     signature: str = ""
     about: Any = None
 
-    def explain(self) -> str:
-        """The whole story, for a person."""
+    def explain(self) -> Explanation:
+        """The whole story, for a person: text, and a table in a notebook."""
         lines = [
             one_line(f"{self.key.op_id}({self.signature})"),
             f"  device   {self.key.device}",
             f"  key      {self.key.call_key}",
-            f"  config   {one_line(self.cfg)}",
+            f"  config   {one_line(lasting(str(self.cfg)))}",
             f"  chosen   by {self.tier}: {self.reason}",
         ]
         lines += [f"  before   {miss.tier}: {miss.explain()}" for miss in self.misses]
-        return printable("\n".join(lines), keep="\n")
+        return Explanation(printable("\n".join(lines), keep="\n"), self._shown())
 
     def _shown(self) -> Shown:
         rows = [
-            ("config", str(self.cfg)),
+            ("config", lasting(str(self.cfg))),
             ("chosen by", f"{self.tier}: {self.reason}"),
             *((f"not by {miss.tier}", miss.explain()) for miss in self.misses),
             ("device", self.key.device),
@@ -84,7 +85,7 @@ class Decision(Displayed, Generic[Cfg]):
         return Shown(f"{self.key.op_id}({self.signature})", ("", ""), rows)
 
     def __str__(self) -> str:
-        return self.explain()
+        return str(self.explain())
 
 
 Answer = Decision[Any] | tuple[TierMiss, ...]

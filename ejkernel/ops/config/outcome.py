@@ -7,10 +7,11 @@ import enum
 from collections.abc import Iterable, Mapping
 from typing import Any, Generic
 
+from ...formatting import described, duration, times
 from ...markup import printable
-from ...speedup import Gain, PlainJax, against_heuristic, interval, times
+from ...speedup import Gain, PlainJax, against_heuristic, interval
 from ..core.types import Cfg
-from ..utils.display import Displayed, Shown, as_text, brief, milliseconds
+from ..utils.display import Displayed, Explanation, Shown, as_text
 from ..utils.fingerprint import stable_json
 from ..utils.serialize import to_plain
 
@@ -126,7 +127,7 @@ class Outcome(Displayed, Generic[Cfg]):
         text = f"measured {measured} of {len(self.trials)} candidates ({self.measured})"
         best = self.seconds(self.best)
         if best is not None:
-            text += f", {best * 1e3:.4g} ms per call"
+            text += f", {duration(best)} per call"
         if self.heuristic is not None and self.best == self.heuristic:
             text += ", the heuristic config stays"
         elif self.speedup is not None:
@@ -157,9 +158,10 @@ class Outcome(Displayed, Generic[Cfg]):
             "trials": [trial.to_plain() for trial in self.trials],
         }
 
-    def explain(self) -> str:
+    def explain(self) -> Explanation:
         """Every candidate with its time or its reason, the fastest first."""
-        return as_text(_table(self))
+        table = _table(self)
+        return Explanation(as_text(table), table)
 
     def _shown(self) -> Shown:
         return _table(self, self.summary())
@@ -178,14 +180,14 @@ def _table(outcome: Outcome[Any], title: str = "") -> Shown:
         if trial.reason and trial.verdict is Verdict.MEASURED:
             marks.append(trial.reason)
         if trial.seconds is None:
-            return (brief(trial.cfg), trial.verdict.value, "", "", "", trial.reason)
+            return (described(trial.cfg), trial.verdict.value, "", "", "", trial.reason)
         ratio = heuristic / trial.seconds if heuristic else None
         gain = Gain(1.0, 1.0, 1.0) if is_heuristic else trial.speedup
         speedup = against_heuristic(gain, ratio, chosen=is_best)
         taken = f"{len(trial.samples)} samples"
         return (
-            brief(trial.cfg),
-            milliseconds(trial.seconds),
+            described(trial.cfg),
+            duration(trial.seconds),
             *speedup,
             taken,
             ", ".join(marks),
@@ -194,7 +196,7 @@ def _table(outcome: Outcome[Any], title: str = "") -> Shown:
     ranked = sorted(outcome.trials, key=lambda trial: trial.seconds or float("inf"))
     header = ("config", "time", "speedup", "interval", "", "")
     best, plain = outcome.seconds(outcome.best), outcome.plain
-    notes = [] if plain is None else [plain.sentence(best, milliseconds)]
+    notes = [] if plain is None else [plain.sentence(best, duration)]
     return Shown(title, header, [row(trial) for trial in ranked], right=(1, 2), notes=notes)
 
 

@@ -73,7 +73,7 @@ class PersistentCache:
 
     Args:
       path: a folder, made on the first write, that holds the file `configs.sqlite3`; or the URL of
-        a database, `postgresql+psycopg://user@host/database` (needs `ejkernel[postgres]`).
+        a database, `postgresql+psycopg://user@host/database` (needs the extra `postgres`).
         Default: `~/.cache/ejkernel/configs` (`EJKERNEL_CACHE_DIR` moves it).
 
     >>> import tempfile

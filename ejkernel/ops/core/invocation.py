@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic
 import jax
 import jax.numpy as jnp
 
+from ...formatting import lasting
 from ..utils.fingerprint import (
     abstractify,
     abstractify_arguments,
@@ -144,9 +145,17 @@ class Invocation(Generic[Cfg, Out]):
 
     @property
     def signature(self) -> str:
-        """The call as a person would write it: `float32[8,8], float32[8,8], causal=True`."""
+        """The call as a person would write it: `float32[8,8], float32[8,8], causal=True`.
+
+        Keywords with the values that the kernel calls their defaults are left out.
+        """
+        usual = {} if self.kernel is None else self.kernel.default_keywords(*self.args)
         positional = [readable(arg) for arg in self.args]
-        keywords = [f"{name}={readable(value)}" for name, value in self.kwargs.items()]
+        keywords = [
+            f"{name}={readable(value)}"
+            for name, value in self.kwargs.items()
+            if name not in usual or type(value) is not type(usual[name]) or value != usual[name]
+        ]
         text = ", ".join(positional + keywords)
         if self.differentiated:
             text = f"grad[{', '.join(self.differentiated)}]({text})"
@@ -224,7 +233,7 @@ def readable(value: Any) -> str:
     if is_array(value):
         return leaf_signature(value)
     if not any(is_array(leaf) for leaf in leaves):
-        return repr(value)
+        return lasting(repr(value))
     shown = ", ".join(leaf_signature(leaf) for leaf in leaves[:4])
     more = f", … {len(leaves) - 4} more" if len(leaves) > 4 else ""
     return f"{type(value).__name__}({shown}{more})"

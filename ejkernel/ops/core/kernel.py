@@ -24,13 +24,15 @@ from .implementation import Implementation, class_name, is_constructible
 from .invocation import Invocation, KeyBuilder
 from .methods import (
     SUFFIXES,
+    check_config_type,
     check_implementations,
     check_kernel,
     check_method_names,
+    check_near_misses,
+    check_run_methods,
     default,
     implementations_of,
     method_name,
-    refuse_reserved_keyword,
 )
 from .near import NearShapes
 from .partitioning import needs_mesh
@@ -67,6 +69,11 @@ def kernel_named(full_op_id: str) -> Kernel[Any, Any] | None:
     """The newest live kernel with this operation id, if any: how a label finds its kernel."""
     kernels = (ref() for ref in reversed(_alive.valuerefs()))
     return next((k for k in kernels if k is not None and k.full_op_id == full_op_id), None)
+
+
+def operations() -> list[str]:
+    """The operation ids of all live kernels."""
+    return [kernel.full_op_id for ref in _alive.valuerefs() if (kernel := ref()) is not None]
 
 
 def provide_calling(make_entries: Callable[[Kernel[Any, Any]], JittedCalls]) -> None:
@@ -154,12 +161,14 @@ class Kernel(Generic[Cfg, Out]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         check_method_names(cls)
-        refuse_reserved_keyword(cls)
+        check_near_misses(cls, dir(Kernel))
+        check_run_methods(cls)
         _give_both_names(cls)
         _keep_builder_a_function(cls)
         declared = _declared_config_type(cls)
         if declared is not None:
             cls.config_type = declared
+        check_config_type(cls, cls.config_type)
         declare_type(cls.config_type)
         check_implementations(cls)
         for item in cls.implementations:
@@ -223,6 +232,13 @@ class Kernel(Generic[Cfg, Out]):
         its size may be a symbol (`jax.export.symbolic_shape`).
         """
         return False
+
+    def default_keywords(self, *args: Any) -> Mapping[str, Any]:
+        """What keywords are when nobody says otherwise, for these arguments.
+
+        Tables and messages leave such keywords out. Nothing else depends on it.
+        """
+        return {}
 
     @default
     def candidate_cfgs(self, inv: Invocation[Cfg, Out]) -> Iterable[Cfg]:

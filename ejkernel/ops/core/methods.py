@@ -6,9 +6,13 @@ And what is refused when a kernel class is written, and when a kernel is made of
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import inspect
 import re
 import types
-from collections.abc import Callable
+import typing
+import warnings
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...store.reading import shown
@@ -151,6 +155,34 @@ def _written(kernel: Kernel[Any, Any], method: str, suffix: str) -> Callable[...
     return getattr(kernel, name) if is_written(type(kernel), name) else None
 
 
+_HOOKS = (
+    *("prepare", "reference", "plain", "make_inputs", "work"),
+    *("default_keywords", "entries_are_independent"),
+)
+_CLOSE = 0.8  # `heuristic` and `heuristic_cfg`; `run` and `prune` are further apart
+
+
+def check_near_misses(cls: type, known: Collection[str]) -> None:
+    """Refuse a class with a method that is nearly one of ours: `candidate_configs` is never called.
+
+    `known` are the names that `Kernel` has: whoever writes one of those means it.
+    """
+    ours = [method_name(method, suffix) for method in METHODS for suffix in ("", *SUFFIXES)]
+    for name, value in vars(cls).items():
+        if name.startswith("_") or name in known or name in ours or name in _HOOKS:
+            continue
+        if not isinstance(value, (types.FunctionType, staticmethod, classmethod)):
+            continue
+        near = difflib.get_close_matches(name, (*ours, *_HOOKS), n=1, cutoff=_CLOSE)
+        if name == "forward" and not written_methods(cls, "run"):
+            near = ["run"]
+        if near:
+            raise TypeError(
+                f"kernel class {cls.__name__} defines {name}(), which nothing would call; did you "
+                f"mean {near[0]}? (Start helper methods with an underscore.)"
+            )
+
+
 def written_methods(cls: type, method: str) -> list[str]:
     """The variants of `method` that a kernel class implements."""
     names = [method_name(method, suffix) for suffix in ("", *SUFFIXES)]
@@ -211,6 +243,7 @@ def check_implementations(cls: type[Kernel[Any, Any]]) -> None:
                 f"kernel class {cls.__name__}: implementation {item.name!r} needs the class of "
                 "its configs: config=…, a frozen dataclass, which may be empty"
             )
+        check_config_type(cls, item.config)
 
 
 def check_kernel(kernel: Kernel[Any, Any]) -> None:
@@ -289,16 +322,46 @@ def _check_methods(kernel: Kernel[Any, Any]) -> None:
             )
 
 
-def refuse_reserved_keyword(cls: type) -> None:
-    """Refuse a run method that takes `implementation`: it would never get it."""
+def check_run_methods(cls: type) -> None:
+    """Refuse a run method that takes no `cfg`, or an `implementation`, which it would never get."""
     for name in written_methods(cls, "run"):
         method = vars(cls).get(name)
-        if isinstance(method, types.FunctionType):
-            taken = method.__code__.co_varnames[
-                : method.__code__.co_argcount + method.__code__.co_kwonlyargcount
-            ]
-            if IMPLEMENTATION in taken:
-                raise TypeError(
-                    f"kernel class {cls.__name__}: {name}() takes a keyword {IMPLEMENTATION!r}, "
-                    "which every call has already: it requests a run method by name; rename yours"
-                )
+        method = method.__func__ if isinstance(method, staticmethod) else method
+        if not isinstance(method, types.FunctionType):
+            continue
+        parameters = inspect.signature(method).parameters
+        if IMPLEMENTATION in parameters:
+            raise TypeError(
+                f"kernel class {cls.__name__}: {name}() takes a keyword {IMPLEMENTATION!r}, "
+                "which every call has already: it requests a run method by name; rename yours"
+            )
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if "cfg" not in parameters and not takes_any:
+            raise TypeError(
+                f"kernel class {cls.__name__}: {name}{inspect.signature(method)} takes no cfg, and "
+                f"so no config; write {name}(self, *args, cfg, **kwargs)"
+            )
+
+
+def check_config_type(cls: type, config: Any) -> None:
+    """Warn of a config class whose objects can be changed, or cannot be hashed.
+
+    They work as far as nobody changes them or puts them into a set; what was meant is a frozen one.
+    """
+    if not dataclasses.is_dataclass(config) or not isinstance(config, type):
+        return
+    problem = ""
+    if not config.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        problem = "can be changed after it was chosen; make it @dataclasses.dataclass(frozen=True)"
+    elif config.__hash__ is None:
+        problem = "cannot be hashed; leave out its __eq__"
+    for name, kind in {} if problem else field_types(config).items():
+        for option in (kind, *typing.get_args(kind)):
+            if (typing.get_origin(option) or option) in _MUTABLE:
+                problem = f"has a field {name!r} that cannot be hashed; make it a tuple"
+    if problem:
+        where = f"kernel class {cls.__name__}: its config class {config.__name__}"
+        warnings.warn(f"{where} {problem}", stacklevel=3)
+
+
+_MUTABLE = (list, dict, set)

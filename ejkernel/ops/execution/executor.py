@@ -20,6 +20,7 @@ from ..core.running import default_config, run_selected, run_unlabelled, run_wit
 from ..core.symbolic import run_with_symbols
 from ..registry import Recorded
 from ..utils import environment
+from ..utils.display import Explanation
 from .jitted import CompiledCall, ExecutorKey
 from .partitioned import run_definition, run_partitioned
 
@@ -103,7 +104,7 @@ class Executor:
         """The same, as a `Decision` with its reasons."""
         return self.selector.decide(_bound(kernel, args, kwargs), kernel)
 
-    def explain(self, kernel: Kernel[Any, Any], /, *args: Any, **kwargs: Any) -> str:
+    def explain(self, kernel: Kernel[Any, Any], /, *args: Any, **kwargs: Any) -> Explanation:
         """Why a call with these arguments runs with the config it runs with, as text."""
         return self.decide(kernel, *args, **kwargs).explain()
 

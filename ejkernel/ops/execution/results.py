@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...speedup import Gain, PlainJax, times
+from ...formatting import described, duration, lasting, shortened, speedup
+from ...speedup import Gain, PlainJax
 from ...store.reading import parse_json, shown
 from ...store.rows import wrong_about
 from ..config import context
 from ..config.cache import OverlayLayer
 from ..core.kernel import kernel_named
 from ..core.types import ConfigKey
-from ..utils.display import Displayed, Shown, as_text, brief, milliseconds
+from ..utils.display import Displayed, Explanation, Shown, as_text
 from ..utils.fingerprint import device_fingerprint
 from ..utils.serialize import config_type_named, from_plain, qualified_name, to_plain
 
@@ -136,7 +136,7 @@ class AutotuningResult(Displayed):
             selector = default_executor().selector
         selector.cache.install(self.as_mapping())
 
-    def explain(self, entry: Entry | int | str) -> str:
+    def explain(self, entry: Entry | int | str) -> Explanation:
         """How an entry came about: every candidate with its time or why it has none.
 
         Takes an entry, its position, or an operation's id.
@@ -151,10 +151,16 @@ class AutotuningResult(Displayed):
                 raise KeyError(f"no entry of {entry!r}; this result has {known}")
             chosen = named[0]
         assert isinstance(chosen, Entry)
-        head = f"{chosen.op_id}({chosen.signature})\n  {chosen.cfg}\n  {chosen.origin}"
+        title, cfg = f"{chosen.op_id}({chosen.signature})", lasting(str(chosen.cfg))
+        head = f"{title}\n  {cfg}\n  {chosen.origin}"
+        rows = [("config", cfg), ("origin", chosen.origin)]
         if chosen.outcome is None and chosen.plain is not None:
-            head += f"\n  {chosen.plain.sentence(chosen.seconds, milliseconds)}"
-        return head if chosen.outcome is None else f"{head}\n{chosen.outcome.explain()}"
+            rows.append(("plain JAX", chosen.plain.sentence(chosen.seconds, duration)))
+            head += f"\n  {rows[-1][1]}"
+        table = Shown(title, ("", ""), rows)
+        if chosen.outcome is None:
+            return Explanation(head, table)
+        return Explanation(f"{head}\n{chosen.outcome.explain()}", table, chosen.outcome._shown())
 
     # --- as a collection -------------------------------------------------------------------------
 
@@ -234,11 +240,12 @@ class AutotuningResult(Displayed):
         return Shown(
             f"tuned for {self.device}",
             (
-                *("operation", "shapes", "plain JAX", "default", "tuned"),
-                *("over plain", "over default", "config"),
+                *("operation", "plain JAX", "default", "tuned"),
+                *("over plain", "over default", "config", "call"),
             ),
             [_row(entry) for entry in self.entries],
-            right=(2, 3, 4, 5, 6),
+            right=(1, 2, 3, 4, 5),
+            details=2,
             notes=[
                 *(note for entry in self.entries if (note := _about_plain(entry))),
                 *(f"not tuned: {skipped.label}: {skipped.reason}" for skipped in self.skipped),
@@ -290,19 +297,16 @@ def _entry_from_plain(plain: Any, where: str) -> Entry:
 
 
 def _row(entry: Entry) -> tuple[str, ...]:
-    heuristic, tuned, plain = entry.heuristic_seconds, entry.seconds, entry.plain
-    # Repeated arguments are counted: `3 × float32[1,1024,8,64], causal=True`.
-    parts = [(part, len(list(run))) for part, run in itertools.groupby(entry.signature.split(", "))]
-    short = ", ".join(part if count == 1 else f"{count} × {part}" for part, count in parts)
+    plain = entry.plain
     return (
         entry.op_id,
-        short or entry.call_key,
-        milliseconds(None if plain is None else plain.seconds),
-        milliseconds(heuristic),
-        milliseconds(tuned),
-        "–" if plain is None else plain.faster(tuned),
-        times(heuristic / tuned) if tuned and heuristic else "–",
-        brief(entry.cfg),
+        duration(None if plain is None else plain.seconds),
+        duration(entry.heuristic_seconds),
+        duration(entry.seconds),
+        "–" if plain is None else plain.faster(entry.seconds),
+        speedup(entry.heuristic_seconds, entry.seconds),
+        described(entry.cfg),
+        shortened(entry.signature) or entry.call_key,
     )
 
 

@@ -10,8 +10,10 @@ import time
 from collections.abc import Callable
 from typing import Any, Self
 
+from ...formatting import duration, shortened, times
 from ...markup import one_line, tag
 from ..config.outcome import Trial
+from ..utils.display import in_notebook
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +40,29 @@ class Bar:
         if self._bar is not None:
             self._bar.stop()
 
+    @property
+    def is_shown(self) -> bool:
+        """True if somebody can see it."""
+        return self._bar is not None
+
     def update(self, **fields: Any) -> None:
         """Show another `total`, `completed`, `advance` or `what`."""
         if self._bar is not None:
             self._bar.update(**fields)
 
 
-_REST_OF_THE_LINE = 42  # "12/40 compiling and checking 0:00:01", with spaces
+_REST_OF_THE_LINE = 50  # "12/40 racing 12, best 103 µs (1.58×) 59.0 s left", with spaces
+
+
+def time_left(seconds: float | None) -> str:
+    """`12 s left`, or nothing if that is not known.
+
+    >>> time_left(75), time_left(12), time_left(None)
+    ('1 min 15 s left', '12 s left', '')
+    """
+    if seconds is None:
+        return ""
+    return f"{duration(seconds) if seconds >= 60 else f'{seconds:.0f} s'} left"
 
 
 class _TerminalBar:
@@ -53,12 +71,19 @@ class _TerminalBar:
     def __init__(self, name: str) -> None:
         from rich.console import Console
         from rich.markup import escape
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, Task, TextColumn
         from rich.progress import Progress as RichProgress
+        from rich.text import Text
+
+        class TimeLeft(TextColumn):
+            """What is left of this step, at its pace so far."""
+
+            def render(self, task: Task) -> Text:
+                return Text(time_left(task.time_remaining))
 
         console = Console(stderr=True)
         # The name gives way first: what is being done, and how far it is, is what people look for.
-        bar = 40 if console.width >= 120 else 10
+        bar = 40 if console.width >= 120 else 8
         room = max(12, console.width - bar - _REST_OF_THE_LINE)
         name = name if len(name) <= room else f"{name[: room - 1]}…"
         columns = (
@@ -66,7 +91,7 @@ class _TerminalBar:
             BarColumn(bar_width=bar),
             MofNCompleteColumn(),
             TextColumn("{task.fields[what]}"),
-            TimeElapsedColumn(),
+            TimeLeft(""),
         )
         self._progress = RichProgress(*columns, console=console, transient=True)
         self._progress.start()
@@ -82,13 +107,6 @@ class _TerminalBar:
 SECONDS_BETWEEN = 0.1  # a notebook that is told more often becomes slow, not smooth
 
 
-def in_notebook() -> bool:
-    """True if the code runs in a notebook's kernel; IPython is not loaded to find out."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return getattr(shell, "kernel", None) is not None
-
-
 class NotebookBar:
     """A name, a bar, what happens now and for how long; gone when it is stopped."""
 
@@ -97,7 +115,7 @@ class NotebookBar:
 
         self._name = name
         self._clock = clock
-        self._start = self._drawn = clock()
+        self._start = self._step = self._drawn = clock()
         self._total: float | None = None
         self._completed = 0.0
         self._what = ""
@@ -114,6 +132,7 @@ class NotebookBar:
         self._total = self._total if total is None else total
         self._completed = (self._completed if completed is None else completed) + advance
         new_phase = what is not None and total is not None
+        self._step = self._clock() if new_phase else self._step
         self._what = self._what if what is None else what
         if new_phase or self._clock() - self._drawn >= SECONDS_BETWEEN:
             self._drawn = self._clock()
@@ -122,6 +141,12 @@ class NotebookBar:
     def stop(self) -> None:
         """Take the bar away."""
         self._handle.update({"text/html": "", "text/plain": ""}, raw=True)
+
+    def _left(self) -> float | None:
+        """Seconds that this step needs yet, at its pace so far."""
+        if not self._total or not 0 < self._completed < self._total:
+            return None
+        return (self._total / self._completed - 1) * (self._clock() - self._step)
 
     def _shown(self) -> dict[str, str]:
         """HTML, and nothing for what shows plain text."""
@@ -139,6 +164,7 @@ class NotebookBar:
                 style="width:12em;vertical-align:middle",
             ),
             f" {done} {self._what} {self._clock() - self._start:.0f} s",
+            f", {time_left(self._left())}" if self._left() is not None else None,
         )
         return {"text/html": html, "text/plain": ""}
 
@@ -149,7 +175,9 @@ class Progress(Bar):
     def __init__(
         self, name: str, wanted: bool | None = None, on_step: Callable[..., None] | None = None
     ) -> None:
-        super().__init__(name, wanted)
+        operation, bracket, call = name.partition("(")
+        brief = f"{operation}({shortened(call.removesuffix(')'))})" if bracket else name
+        super().__init__(brief, wanted)
         self._whole_name = name
         self.listeners = [] if on_step is None else [on_step]
 
@@ -173,9 +201,16 @@ class Progress(Bar):
         self.update(total=rounds, completed=0, what=f"racing {count}")
         self._tell("race", candidates=count, rounds=rounds)
 
-    def round(self, running: int, done: int) -> None:
-        """A round is over, with so many candidates still running."""
-        self.update(completed=done, what=f"racing {running}")
+    def round(
+        self, running: int, done: int, best: float | None = None, speedup: float | None = None
+    ) -> None:
+        """A round is over, with so many still running; the best time, and over the heuristic."""
+        what = f"racing {running}"
+        if best is not None:
+            what += f", best {duration(best)}"
+        if speedup is not None:
+            what += f" ({times(speedup)})"
+        self.update(completed=done, what=what)
         self._tell("round", running=running, done=done)
 
     def timing_plain(self) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...formatting import lasting
 from ...speedup import PlainJax, compare
 from ..config.outcome import Outcome, Trial, TuningFailed, TuningInterrupted, Verdict
 from ..utils.fingerprint import stable_json
@@ -122,7 +123,8 @@ class TuningRun:
         except CandidateError as error:
             raise TuningFailed(
                 f"{self.task.name}: the other candidates would be compared with the heuristic "
-                f"config {self.task.baseline}, but {error}. Give the kernel a `reference`."
+                f"config {lasting(str(self.task.baseline))}, but {error}. Give the kernel a "
+                "`reference`."
             ) from error
 
     def _race(self, keys: list[str], rounds: int) -> None:
@@ -145,7 +147,7 @@ class TuningRun:
             baseline=keys.index(baseline) if baseline in keys else None,
             margin=self.tuner.effort.margin,
             seed=self.tuner.seed,
-            on_round=self.progress.round,
+            on_round=self._round_is_over,
             stop=long_enough,
             out_of_time=self._out_of_time,
             settling=SETTLING,
@@ -156,6 +158,15 @@ class TuningRun:
         winner = race.run()
         self.sure = race.sure
         self._winner = None if winner is None else keys[winner]
+
+    def _round_is_over(self, running: int, done: int) -> None:
+        best, speedup = None, None
+        if self.progress.is_shown:
+            known = {key: s for key in self.samples if (s := self._seconds(key)) is not None}
+            best = min(known.values(), default=None)
+            baseline = known.get(self._baseline or "")
+            speedup = baseline / best if baseline and best else None
+        self.progress.round(running, done, best, speedup)
 
     def _sample(self, key: str) -> float:
         """Seconds of one more run; a candidate that ran before may still fail, and withdraws."""
@@ -274,7 +285,8 @@ class TuningRun:
         if not measured:
             if strict:
                 lines = [
-                    f"  {trial.cfg}: {trial.verdict.value}: {trial.reason}" for trial in trials
+                    f"  {lasting(str(trial.cfg))}: {trial.verdict.value}: {trial.reason}"
+                    for trial in trials
                 ]
                 head = f"{task.name}: none of the {len(lines)} candidates can be used:"
                 raise TuningFailed("\n".join([head, *lines]))

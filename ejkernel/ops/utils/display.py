@@ -6,10 +6,12 @@ Whatever a text holds, it is shown and not obeyed.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Self
 
 from ...markup import escaped_markdown, markdown_table, one_line, tag
+from ...text_table import WIDTH, table_lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Shown:
       rows: the cells.
       right: the columns that are aligned to the right.
       notes: what stands below it.
+      details: so many of the last columns stand under their row where the screen is narrow.
     """
 
     title: str
@@ -29,6 +32,7 @@ class Shown:
     rows: Sequence[Sequence[str]]
     right: Sequence[int] = ()
     notes: Sequence[str] = ()
+    details: int = 0
 
     def html(self) -> str:
         """The table as HTML."""
@@ -75,45 +79,59 @@ class Displayed:
         return self._shown().markdown()
 
 
-def text_table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()
-) -> str:
-    """Columns as wide as their content; those numbered in `right` are aligned to the right."""
-    table = [list(header), *map(list, rows)]
-    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
+class Explanation(str):
+    """A text for a person. It is a string in every way; a notebook shows it as a table.
 
-    def line(row: Sequence[str]) -> str:
-        cells = [
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        return "  ".join(cells).rstrip()
+    >>> text = Explanation("why\\n  because", Shown("why", ("", ""), [("", "because")]))
+    >>> text.splitlines()[1], "<table>" in text._repr_html_()
+    ('  because', True)
+    """
 
-    return "\n".join([line(header), line(["-" * width for width in widths]), *map(line, rows)])
+    def __new__(cls, text: str, *tables: Shown) -> Self:
+        """The text, and what is shown of it where there are tables."""
+        made = super().__new__(cls, text)
+        made._tables = tables
+        return made
+
+    _tables: tuple[Shown, ...]
+
+    def _repr_html_(self) -> str:
+        return "".join(table.html() for table in self._tables)
+
+    def _repr_markdown_(self) -> str:
+        return "\n\n".join(table.markdown() for table in self._tables)
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
 
 
-def as_text(shown: Shown) -> str:
-    """A table for a terminal or a log file."""
+def in_notebook() -> bool:
+    """True if the code runs in a notebook's kernel; IPython is not loaded to find out."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
+def show(thing: Displayed) -> None:
+    """Print something, or in a notebook show it as a table."""
+    if in_notebook():
+        from IPython.display import display
+
+        display(thing)
+    else:
+        print(thing)
+
+
+def as_text(shown: Shown, width: int = WIDTH) -> str:
+    """A table for a terminal or a log file: details under their row, if it is too wide."""
     rows = [[one_line(cell) for cell in row] for row in shown.rows]
     title = [one_line(shown.title)] if shown.title else []
-    table = text_table(shown.header, rows, shown.right)
-    return "\n".join([*title, table, *map(one_line, shown.notes)])
-
-
-def brief(cfg: Any) -> str:
-    """A config without the fields that are None and without class names: `block=64`."""
-    if not dataclasses.is_dataclass(cfg) or isinstance(cfg, type):
-        return str(cfg)
-    shown = []
-    for field in dataclasses.fields(cfg):
-        value = getattr(cfg, field.name)
-        if dataclasses.is_dataclass(value):
-            shown.append(f"{field.name}({brief(value)})")
-        elif value is not None:
-            shown.append(f"{field.name}={value}")
-    return " ".join(shown)
-
-
-def milliseconds(seconds: float | None) -> str:
-    """`1.234 ms`, or a dash for nothing measured."""
-    return "–" if seconds is None else f"{seconds * 1e3:.4g} ms"
+    lines = table_lines(
+        shown.header,
+        rows,
+        right=shown.right,
+        details=shown.details,
+        width=width,
+        wrap=False,
+    )
+    return "\n".join([*title, *(line.text for line in lines), *map(one_line, shown.notes)])

@@ -7,6 +7,7 @@ lines. Nothing else in the package touches `os.environ`.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import pathlib
 import re
@@ -163,5 +164,23 @@ NATIVE = Variable(
 )
 CXX = Variable("CXX", "", "the C++ compiler of native kernels; else c++, g++ or clang++")
 
+_TESTS = ("EJKERNEL_TEST_", "EJKERNEL_FUZZ_")  # of the project's own tests
+
 VARIABLES = tuple(value for value in tuple(globals().values()) if isinstance(value, Variable))
 """All of them, in this order."""
+
+
+def unknown() -> dict[str, str | None]:
+    """Variables that look like ours and that nothing reads, each with the one that may be meant."""
+    names = [variable.name for variable in VARIABLES]
+    found = sorted(
+        name
+        for name in os.environ
+        if name.upper().startswith("EJ") and name not in names and not name.startswith(_TESTS)
+    )
+    near = {name: difflib.get_close_matches(name.upper(), names, n=1, cutoff=0.7) for name in found}
+    return {
+        name: matches[0] if matches else None
+        for name, matches in near.items()
+        if matches or name.upper().startswith("EJKERNEL")
+    }

@@ -29,7 +29,7 @@ from ejkernel.ops.tuner.search.strategies import (
 
 TABLES = sorted((Path(__file__).parents[3] / "benchmarks" / "tables").glob("*.json"))
 needs_model = pytest.mark.skipif(
-    importlib.util.find_spec("sklearn") is None, reason="needs ejkernel[search]"
+    importlib.util.find_spec("sklearn") is None, reason="needs the extra search"
 )
 STRATEGIES = [Exhaustive(), Random(1), pytest.param(ModelGuided(1), marks=needs_model)]
 
@@ -260,7 +260,7 @@ def test_auto_is_random_without_scikit_learn():
 
 @pytest.mark.usefixtures("without_sklearn")
 def test_the_model_without_scikit_learn_names_the_extra():
-    with pytest.raises(ImportError, match=r"pip install 'ejkernel\[search\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[search\]'"):
         ModelGuided().propose(BOWL, {0: 1.0}, 1)
 
 

@@ -141,7 +141,7 @@ class ModelGuided:
     bonus for what it is unsure of; the other half are neighbours of the best so far, which need no
     trust in it.
 
-    Needs scikit-learn: `pip install 'ejkernel[search]'`.
+    Needs scikit-learn, which is the extra `search`.
 
     Args:
       seed: of the spread and of the model.

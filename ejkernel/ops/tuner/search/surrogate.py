@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ....installation import how_to_install
+
 Floats = npt.NDArray[np.float64]
 
 # By replay of the recorded tables, 40 searches of 24 evaluations each, chosen / best: the process
@@ -30,8 +32,8 @@ def check_installed() -> None:
         import sklearn.tree  # type: ignore[import-untyped]  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            "the search strategy 'model' needs scikit-learn: pip install 'ejkernel[search]', or "
-            "use the strategy 'random'"
+            f"the search strategy 'model' needs scikit-learn: {how_to_install('search')}; or use "
+            "the strategy 'random'"
         ) from error
 
 
