@@ -1,4 +1,4 @@
-"""Time functions against each other: correctness first, then interleaved rounds, ratios with spread.
+"""Time functions against each other: correctness first, then interleaved rounds, with their spread.
 
 Machines are shared and noisy, so no time stands alone: every round runs all candidates once, in an
 order that changes, and what is compared are the best and the median of the same rounds.
