@@ -3,7 +3,7 @@
     python benchmarks/heuristics.py [operation ...] [--backward] [--xla] [--only TEXT] [--json FILE]
 
 Forward, or with `--backward` forward and backward together, for the operations that have gradients.
-For each call all candidates are tuned; then the heuristic config and the tuned one race, in turns.
+For each call all candidates are tuned; then the heuristic config and the tuned one run interleaved.
 A ratio is the heuristic's time over the tuned one's: 1.15 at most is what we promise for the mean
 of an operation's grid, and tuned is never slower than the heuristic beyond noise.
 """

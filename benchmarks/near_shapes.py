@@ -3,7 +3,7 @@
     python benchmarks/near_shapes.py [--rounds 15] [--json]
 
 Some shapes of a kernel are tuned. Other shapes then ask for a config: once with near shapes
-allowed, once without. Both run in turns, after their outputs were compared; the ratio is near /
+allowed, once without. Both run interleaved, after their outputs were compared; the ratio is near /
 heuristic. Shapes for which both are the same config are counted and left out of the mean, and so
 are those for which no near config is valid.
 """
@@ -110,7 +110,7 @@ def cases() -> dict[str, tuple[Kernel[Any, Any], list[Any], list[Any]]]:
 
 
 def compared(kernel: Any, call: Any, configs: list[Any], rounds: int) -> list[float]:
-    """Seconds per call of each config, in turns, after comparing their outputs."""
+    """Seconds per call of each config, interleaved, after comparing their outputs."""
     args, keywords = call
     run = kernel.implementation("xla").forward if kernel.implementations else kernel.run
     programs = [jax.jit(lambda *args, cfg=cfg: run(*args, cfg=cfg, **keywords)) for cfg in configs]

@@ -1,4 +1,4 @@
-"""Every operation beside the formulations and libraries that compute the same.
+"""Every operation versus the formulations and libraries that compute the same.
 
     python benchmarks/ops.py [operation ...] [--seconds 4] [--only TEXT] [--json FILE]
 

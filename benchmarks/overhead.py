@@ -1,4 +1,4 @@
-"""What a call through ejkernel costs beside the same function under plain `jax.jit`.
+"""What a call through ejkernel costs versus the same function under plain `jax.jit`.
 
     python benchmarks/overhead.py
 
@@ -153,7 +153,7 @@ def trace_seconds(function: Callable[..., Any], a: Any) -> float:
 
 
 def trace_ratio(rounds: int) -> tuple[float, float, float]:
-    """Tracing 100 calls of a kernel beside 100 calls of one small jitted function."""
+    """Tracing 100 calls of a kernel versus 100 calls of one small jitted function."""
     a = jnp.ones((8, 8))
     kernel, plain = Product(), jax.jit(lambda a, b: a @ b)
     trace_seconds(kernel, a), trace_seconds(plain, a)
@@ -164,7 +164,7 @@ def trace_ratio(rounds: int) -> tuple[float, float, float]:
 
 
 def import_ratio(rounds: int) -> tuple[float, float, float]:
-    """`import ejkernel.ops` beside `import jax`, each in a new process."""
+    """`import ejkernel.ops` versus `import jax`, each in a new process."""
 
     def seconds(module: str) -> float:
         code = (

@@ -1,4 +1,4 @@
-"""`flash_attention` beside the public package of the same name, which has a Python of its own.
+"""`flash_attention` versus the public package of the same name, which has a Python of its own.
 
     python benchmarks/public_package.py --python .venv-public/bin/python
 

@@ -1,8 +1,8 @@
-"""A search of a large space beside trying everything: how good is the pick, how long does it take.
+"""A search of a large space versus trying everything: how good is the pick, how long does it take.
 
     python benchmarks/search.py [--space recurrence] [--repeats 3] [--json]
 
-The spaces are those of `record_table.py`, each of more than 250 candidates. Contenders, in turns:
+The spaces are those of `record_table.py`, each of more than 250 candidates. Interleaved:
 
 - 24 evaluations and 20 % of the space, chosen by the model-guided search;
 - the same numbers of candidates, chosen at random;

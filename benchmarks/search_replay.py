@@ -6,7 +6,7 @@
 For every table and budget: the time of the chosen config by that of the table's best, as the mean
 and the 90th percentile over seeds. A seed changes the search and the noise that it sees. The
 strategy "exhaustive" evaluates everything: what it misses is the noise of the final race, which no
-search can do better than by luck.
+search can do better than by chance.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Time functions beside each other: correctness first, then interleaved rounds, ratios with spread.
+"""Time functions against each other: correctness first, then interleaved rounds, with their spread.
 
 Machines are shared and noisy, so no time stands alone: every round runs all candidates once, in an
 order that changes, and what is compared are the best and the median of the same rounds.
@@ -28,7 +28,7 @@ REST_SECONDS = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Our function beside others that compute the same.
+    """Our function versus others that compute the same.
 
     Args:
       name: what is computed, with its sizes.
@@ -53,7 +53,7 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """A call that may need so many MiB beside its arguments and results, and no more.
+    """A call that may need so many MiB in addition to its arguments and results, and no more.
 
     Args:
       name: what is computed, with its sizes.
@@ -99,7 +99,7 @@ class Times:
 
 @dataclasses.dataclass(frozen=True)
 class Ratio:
-    """Ours beside one peer: of the bests, and the median and quartiles over the rounds."""
+    """Ours versus one peer: of the bests, and the median and quartiles over the rounds."""
 
     peer: str
     best: float
@@ -171,13 +171,13 @@ def program_text(candidate: Prepared) -> str | None:
 
 
 def temporary_bytes(function: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
-    """What the compiled program needs beside arguments and results."""
+    """What the compiled program needs in addition to arguments and results."""
     compiled = jax.jit(function).lower(*arguments).compile()
     return int(compiled.memory_analysis().temp_size_in_bytes)
 
 
 def trace_times(comparison: Comparison, names: Iterable[str], rounds: int = 9) -> dict[str, Times]:
-    """Seconds that tracing takes when nothing of it is remembered, in turns."""
+    """Seconds that tracing takes when nothing of it is remembered, interleaved."""
     arguments = comparison.arguments()
     functions = {OURS: comparison.ours, **{name: comparison.peers[name] for name in names}}
     samples: dict[str, list[float]] = {name: [] for name in functions}

@@ -1,4 +1,4 @@
-"""What a store costs when it is large: `put` and `get` at a million entries beside a thousand.
+"""What a store costs when it is large: `put` and `get` at a million entries versus a thousand.
 
     python benchmarks/store.py
 
@@ -141,7 +141,7 @@ def opening(large: str, small: str, rounds: int) -> tuple[float, float, float]:
 
 
 def memory_hit(rounds: int) -> tuple[float, float, float]:
-    """A hit in the memory cache beside a dictionary."""
+    """A hit in the memory cache versus a dictionary."""
     cache, plain, wanted = ConfigCache(), {}, key(7)
     for number in range(1000):
         cache.put(key(number), Config())
@@ -176,7 +176,7 @@ def main() -> None:
                 LIMIT,
             ),
             ("put", *interleaved(putter(big), putter(little), options.rounds, 5), LIMIT),
-            ("memory hit beside a dict", *memory_hit(options.rounds), None),
+            ("memory hit versus a dict", *memory_hit(options.rounds), None),
         ]
         assert len(big) > options.entries
         big.close()

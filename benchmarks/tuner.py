@@ -2,7 +2,7 @@
 
     python benchmarks/tuner.py [--repeats 6] [--json]
 
-Contenders, on the same two 16-candidate kernels in the same run, in turns:
+Tuners, on the same two 16-candidate kernels in the same run, interleaved:
 
 - ours: `Tuner()`, as it comes;
 - isolated: `Tuner(isolation="process")`, candidates in a worker process that may be killed;

@@ -287,7 +287,8 @@ def _made(
     def run(*args: Any, cfg: Any, **kwargs: Any) -> Any:
         try:
             return plain(*args, **kwargs, **_keywords(cfg))
-        except TypeError as error:
+        except Exception as error:
+            error.add_note(f"{title} ran with {cfg}")
             _explain_traced_options(error, title, points.signature, args)
             raise
 
@@ -350,7 +351,7 @@ def _warn_of_namesake(full_op_id: str, function: Any) -> None:
 
 
 def _explain_traced_options(
-    error: TypeError, title: str, signature: inspect.Signature, args: tuple[Any, ...]
+    error: Exception, title: str, signature: inspect.Signature, args: tuple[Any, ...]
 ) -> None:
     """Python values that are given by position are traced; a function may not expect that."""
     names = [p.name for p in signature.parameters.values() if p.kind in _BY_POSITION]
@@ -361,7 +362,7 @@ def _explain_traced_options(
         and not arg.ndim
         and (arg.weak_type or arg.dtype == bool)
     ]
-    if traced:
+    if traced and isinstance(error, TypeError):
         error.add_note(
             f"{title}: {', '.join(traced)} was given by position, where Python values are traced "
             f"like arrays. Give options by keyword: {', '.join(f'{name}=…' for name in traced)}"
@@ -528,7 +529,12 @@ class _Points:
             raise TypeError(f"{self.where}: heuristic gives {', '.join(map(str, unknown))}")
         if given or self._is_allowed(point, known):
             return point
-        return next(iter(self.allowed(inv)), point)
+        if (first := next(iter(self.allowed(inv)), None)) is not None:
+            return first
+        raise ValueError(
+            f"{self.where}: no combination of {', '.join(self.names)} meets the constraint for "
+            f"{inv.signature}, nor do the defaults"
+        )
 
     def _completed(self, point: Mapping[str, Any], known: dict[str, Any]) -> dict[str, Any]:
         missing = [name for name in self.names if name not in point]

@@ -28,26 +28,26 @@ class Rows:
 class RowSum(Kernel[Rows, jax.Array]):
     """Sums of rows, some rows at a time."""
 
-    def __init__(self, favourite: int) -> None:
+    def __init__(self, preferred: int) -> None:
         super().__init__(name="row_sum")
-        self.favourite = favourite
+        self.preferred = preferred
 
     def run(self, x, *, cfg):
         return jax.lax.map(lambda part: part.sum(1), x.reshape(-1, cfg.rows, x.shape[1])).ravel()
 
     def heuristic_cfg(self, inv):
-        return Rows(self.favourite)
+        return Rows(self.preferred)
 
 
 def member(address: str, rank: int) -> None:
     """What each host runs."""
     jax.distributed.initialize(address, num_processes=2, process_id=rank)
-    favourite = (32, 128)[rank]
-    kernel = RowSum(favourite)
+    preferred = (32, 128)[rank]
+    kernel = RowSum(preferred)
     x = jnp.ones((1024, 16))
     kernel(x)
     chosen = default_executor().choose_config(kernel, x)
-    print(f"process {rank}: would take {Rows(favourite)}, takes {chosen}", flush=True)
+    print(f"process {rank}: would take {Rows(preferred)}, takes {chosen}", flush=True)
 
 
 def free_port() -> int:

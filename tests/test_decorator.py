@@ -434,6 +434,16 @@ def test_options_of_every_kind():
     assert "Give options by keyword: causal=…" in "".join(error.value.__notes__)
 
 
+def test_an_error_says_with_which_config_it_ran():
+    with pytest.raises(TypeError) as error:
+        total(jnp.ones(7))
+    assert "total ran with TotalConfig(block=4)" in "".join(error.value.__notes__)
+
+
+def test_numbers_of_numpy_are_values_too():
+    assert float(total(x, block=np.int64(8))) == 120.0
+
+
 def test_what_stands_after_a_tunable_parameter_is_given_by_keyword():
     @tunable(block=[1, 2])
     def f(x, block=1, bias=0.0):
@@ -618,6 +628,17 @@ def test_tuned_on_the_first_call_exported_and_served_by_another_process(tmp_path
         (lambda: tunable(cfg=[1], name="f")(lambda x, *, cfg=1: x), "its whole config as cfg="),
         (lambda: tunable(generating, block=[1]), "is a generator or asynchronous"),
         (lambda: tunable(waiting, block=[1]), "is a generator or asynchronous"),
+        (
+            lambda: jax.jit(lambda x, b: total(x, block=b))(x, 4),
+            r"total@v1: block is traced.*static_argnames",
+        ),
+        (lambda: total(x, block=jnp.int32(4)), r"block is traced|block=.* must be hashable"),
+        (
+            lambda: tunable(block=[3], constraint=lambda block, x: x.size % block == 0, name="f")(
+                lambda x, *, block=7: x
+            )(x),
+            "no combination of block meets the constraint",
+        ),
         (lambda: total(), r"total\(\): missing a required argument: 'x'"),
         (lambda: total.best(x, blokc=4), "unexpected keyword argument 'blokc'"),
         (lambda: tunable(name="f")(lambda x: x), "say which parameters are tunable"),

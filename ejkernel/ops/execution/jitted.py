@@ -105,9 +105,19 @@ class JittedCall:
         cfg = cfg.value if isinstance(cfg, ByContent) else cfg
         fields = self.kernel.config_keywords
         if given := {name: kwargs.pop(name) for name in fields if name in kwargs}:
+            self._refuse_traced(given)
             choose = functools.partial(executor.choose_config, self.kernel, *args, **kwargs)
             cfg = self.kernel.config_with(given, choose if cfg is None else lambda: cfg)
         return self.run(executor, args, kwargs, cfg)
+
+    def _refuse_traced(self, given: dict[str, Any]) -> None:
+        traced = [name for name, value in given.items() if isinstance(value, jax.core.Tracer)]
+        if traced:
+            raise TypeError(
+                f"kernel {self.kernel.full_op_id}: {', '.join(traced)} is traced, and a config has "
+                "to be known while tracing: give a Python value, or name it in the static_argnames "
+                "of the jit around the call"
+            )
 
     def run(
         self, executor: Executor, args: tuple[Any, ...], kwargs: dict[str, Any], cfg: Any
