@@ -10,7 +10,7 @@ import types
 
 import jax.numpy as jnp
 import pytest
-from ejkernel.ops.config.statistics import Stats
+from ejkernel.ops.registry import Stats
 
 from ejkernel.modules.supported import support_table, supported
 from ejkernel.ops import (

@@ -18,7 +18,7 @@ PORT = 8417
 SHORTEST_TOKEN = 16
 
 
-@click.command()
+@click.command(short_help="Show runs and stored configs in the browser.")
 @click.option(
     "--host",
     default="127.0.0.1",

@@ -80,7 +80,7 @@ def _summary(run: Run) -> Markup:
 def _verdict(run: Run) -> Markup | None:
     """The whole function against everything it was compared with, as the terminal says it."""
     said = verdict(run)
-    return tag("p", tag("b", f"{run.title}: {said}")) if said else None
+    return tag("p", tag("b", f"{run.title}: {said}"), class_="verdict") if said else None
 
 
 def _model(model: BeforeAfter | None) -> list[Markup | None]:

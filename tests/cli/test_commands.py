@@ -300,7 +300,7 @@ def test_force_measures_again_and_what_is_known_says_so(ej, tuned):
     forced = ej("tune", "small_model:tuned", "--no-bench", "--force", "--effort", "quick")
     assert forced.code == 0, forced.err
     assert "known already" not in forced.out + forced.err
-    assert "measured 2 of 2 candidates" in forced.err
+    assert "(2 of 2 measured, " in forced.err
 
 
 def test_against_plain_jax(ej):

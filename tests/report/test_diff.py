@@ -76,7 +76,7 @@ def test_operations_are_paired_by_key_and_then_by_call():
     assert [pair.in_both for pair in diff.pairs] == [False, True, True, False]
     (pair,) = Diff.of(run_of(attention()), run_of(moved)).pairs
     assert pair.in_both
-    assert pair.call.endswith("causal=True; flash_attention@v1 → flash_attention@v2")
+    assert pair.call.endswith("causal; flash_attention@v1 → flash_attention@v2")
 
 
 def test_without_samples_nothing_is_claimed():

@@ -112,7 +112,7 @@ def test_a_url_that_is_not_understood_is_refused_without_its_password(url):
 
 def test_a_missing_driver_is_named_with_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"psycopg.*ejkernel\[postgres\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"psycopg.*\[postgres\]"):
         PersistentCache("postgresql+psycopg://me@host/db")
 
 

@@ -155,10 +155,7 @@ def _written(kernel: Kernel[Any, Any], method: str, suffix: str) -> Callable[...
     return getattr(kernel, name) if is_written(type(kernel), name) else None
 
 
-_HOOKS = (
-    *("prepare", "reference", "plain", "make_inputs", "work"),
-    *("default_keywords", "entries_are_independent"),
-)
+_HOOKS = ("prepare", "reference", "make_inputs", "default_keywords", "entries_are_independent")
 _CLOSE = 0.8  # `heuristic` and `heuristic_cfg`; `run` and `prune` are further apart
 
 
