@@ -10,7 +10,6 @@ import types
 
 import jax.numpy as jnp
 import pytest
-from ejkernel.ops.registry import Stats
 
 from ejkernel.modules.supported import support_table, supported
 from ejkernel.ops import (
@@ -25,6 +24,7 @@ from ejkernel.ops import (
 )
 from ejkernel.ops.config.outcome import Outcome, Trial, Verdict
 from ejkernel.ops.execution.results import Skipped
+from ejkernel.ops.registry import Stats
 from ejkernel.ops.tuner.progress import Bar, NotebookBar, in_notebook
 
 HOSTILE = "<script>alert(1)</script> | `x` [y](z)"
