@@ -1,0 +1,363 @@
+// Attention of a few query rows over keys in pages, at the speed of memory: keys and values are read
+// where they lie, once, in the order of memory.
+//
+// A task has all heads of some keys of one sequence. It leaves, for every row, the sum of its weights
+// and weighted values relative to its largest score; those of a sequence's tasks are then joined.
+#ifndef EJKERNEL_PAGED_SINGLE_H_
+#define EJKERNEL_PAGED_SINGLE_H_
+
+#include "problem.h"
+
+namespace ejkernel {
+
+// --- vectors of float32 from numbers of any type ---
+
+typedef uint32_t uvec __attribute__((vector_size(sizeof(uint32_t) * LANES)));
+typedef uint16_t halves __attribute__((vector_size(sizeof(uint16_t) * LANES)));
+
+template <Type type>
+struct Number;
+template <>
+struct Number<Type::float32> {
+  typedef float Stored;
+  static EJ_INLINE vec widen(const float* from) { return load(from); }
+};
+template <>
+struct Number<Type::bfloat16> {
+  typedef uint16_t Stored;
+  static EJ_INLINE vec widen(const uint16_t* from) {
+    halves x;
+    memcpy(&x, from, sizeof x);
+    return (vec)(__builtin_convertvector(x, uvec) << 16);
+  }
+};
+template <>
+struct Number<Type::float16> {
+  typedef uint16_t Stored;
+  static EJ_INLINE vec widen(const uint16_t* from) {
+    halves x;
+    memcpy(&x, from, sizeof x);
+    return of(__builtin_convertvector(x, uvec));
+  }
+  // As `from_float16`.
+  static EJ_INLINE vec of(uvec x) {
+    ivec magnitude = (ivec)(x & 0x7fff);
+    ivec bits = (magnitude << 13) + ((127 - 15) << 23);
+    bits |= (magnitude >= 0x7c00) & 0x7f800000;
+    vec small = __builtin_convertvector(magnitude, vec) * 0x1p-24f;
+    return (vec)((ivec)select(magnitude < 0x400, small, (vec)bits) | (ivec)((x & 0x8000) << 16));
+  }
+};
+template <>
+struct Number<Type::int8> {
+  typedef int8_t Stored;
+  static EJ_INLINE vec widen(const int8_t* from) {
+    bytes x;
+    memcpy(&x, from, sizeof x);
+    return __builtin_convertvector(__builtin_convertvector(x, ivec), vec);
+  }
+};
+template <>
+struct Number<Type::float8_e4m3> {
+  typedef int8_t Stored;
+  static EJ_INLINE vec widen(const int8_t* from) {
+    bytes x;
+    memcpy(&x, from, sizeof x);
+    ivec wide = __builtin_convertvector(x, ivec), magnitude = wide & 0x7f;
+    ivec bits = (magnitude << 20) + ((127 - 7) << 23);
+    bits |= (magnitude == 0x7f) & 0x7fc00000;
+    vec small = __builtin_convertvector(magnitude, vec) * 0x1p-9f;
+    return (vec)((ivec)select(magnitude < 8, small, (vec)bits) | (wide & INT32_MIN));
+  }
+};
+template <>
+struct Number<Type::float8_e5m2> {
+  typedef int8_t Stored;
+  static EJ_INLINE vec widen(const int8_t* from) {
+    bytes x;
+    memcpy(&x, from, sizeof x);
+    return Number<Type::float16>::of((uvec)__builtin_convertvector(x, ivec) << 8 & 0xffff);
+  }
+};
+
+// The first `count` numbers, and zeros.
+template <Type type>
+EJ_INLINE vec widen_some(const typename Number<type>::Stored* from, long count) {
+  typename Number<type>::Stored part[LANES] = {};
+  memcpy(part, from, count * sizeof part[0]);
+  return Number<type>::widen(part);
+}
+
+// --- products with the rows of a few keys ---
+
+constexpr long BLOCK = 32;  // keys whose scores are computed before their values are added
+
+// Scores of R rows with TOKENS keys; rows of `scores` are BLOCK apart.
+template <Type type, int R, int TOKENS>
+EJ_INLINE void score_keys(float* scores, const float* q, long stride, const void* const* keys,
+                          long first, long dim) {
+  typedef typename Number<type>::Stored Stored;
+  constexpr int COUNT = R * TOKENS;
+  vec sums[round_up(COUNT, LANES)] = {};
+  const Stored* rows[TOKENS];
+  EJ_UNROLL for (int t = 0; t < TOKENS; t++) rows[t] = static_cast<const Stored*>(keys[t]) + first;
+  const long full = dim / LANES * LANES;
+  for (long d = 0; d < full; d += LANES) {
+    vec line[TOKENS];
+    EJ_UNROLL for (int t = 0; t < TOKENS; t++) line[t] = Number<type>::widen(rows[t] + d);
+    EJ_UNROLL for (int r = 0; r < R; r++) {
+      vec x = load(q + r * stride + d);
+      EJ_UNROLL for (int t = 0; t < TOKENS; t++) sums[r * TOKENS + t] += x * line[t];
+    }
+  }
+  if (full < dim)
+    for (int t = 0; t < TOKENS; t++) {
+      vec line = widen_some<type>(rows[t] + full, dim - full);
+      for (int r = 0; r < R; r++) sums[r * TOKENS + t] += load(q + r * stride + full) * line;
+    }
+  EJ_UNROLL for (int i = 0; i < COUNT; i += LANES) {
+    vec part[LANES], total = vec{};
+    EJ_UNROLL for (int j = 0; j < LANES; j++) part[j] = sums[i + j];
+    transpose(part);
+    EJ_UNROLL for (int j = 0; j < LANES; j++) total += part[j];
+    EJ_UNROLL for (int j = 0; j < LANES; j++)
+      if (i + j < COUNT) scores[(i + j) / TOKENS * BLOCK + (i + j) % TOKENS] = total[j];
+  }
+}
+
+// Of R rows with all keys of a block; a number of keys at a time that fills the registers.
+template <Type type, int R>
+EJ_INLINE void score_rows(float* scores, const float* q, long stride, const void* const* keys,
+                          long from, long until, long first, long dim) {
+  constexpr int TOKENS = R == 1 ? 8 : R == 2 ? 4 : 2;
+  long t = from;
+  for (; t + TOKENS <= until; t += TOKENS)
+    score_keys<type, R, TOKENS>(scores + t, q, stride, keys + t, first, dim);
+  for (; t < until; t++) score_keys<type, R, 1>(scores + t, q, stride, keys + t, first, dim);
+}
+
+// sums += weights * values, for R rows and V vectors of every value.
+template <Type type, int R, int V>
+EJ_INLINE void add_values(float* sums, long stride, const float* weights, const void* const* values,
+                          long count, long first) {
+  typedef typename Number<type>::Stored Stored;
+  vec found[R][V];
+  EJ_UNROLL for (int r = 0; r < R; r++)
+    EJ_UNROLL for (int j = 0; j < V; j++) found[r][j] = load(sums + r * stride + j * LANES);
+  for (long t = 0; t < count; t++) {
+    const Stored* row = static_cast<const Stored*>(values[t]) + first;
+    vec line[V];
+    EJ_UNROLL for (int j = 0; j < V; j++) line[j] = Number<type>::widen(row + j * LANES);
+    EJ_UNROLL for (int r = 0; r < R; r++) {
+      vec weight = all(weights[r * BLOCK + t]);
+      EJ_UNROLL for (int j = 0; j < V; j++) found[r][j] += weight * line[j];
+    }
+  }
+  EJ_UNROLL for (int r = 0; r < R; r++)
+    EJ_UNROLL for (int j = 0; j < V; j++) store(sums + r * stride + j * LANES, found[r][j]);
+}
+
+template <Type type, int R>
+EJ_INLINE void add_rows(float* sums, long stride, const float* weights, const void* const* values,
+                        long count, long first, long dim) {
+  typedef typename Number<type>::Stored Stored;
+  constexpr int V = R == 1 ? 8 : R == 2 ? 4 : 2;
+  long d = 0;
+  for (; d + V * LANES <= dim; d += V * LANES)
+    add_values<type, R, V>(sums + d, stride, weights, values, count, first + d);
+  for (; d + LANES <= dim; d += LANES)
+    add_values<type, R, 1>(sums + d, stride, weights, values, count, first + d);
+  if (d == dim) return;
+  for (long t = 0; t < count; t++) {
+    vec line = widen_some<type>(static_cast<const Stored*>(values[t]) + first + d, dim - d);
+    for (int r = 0; r < R; r++) {
+      float* place = sums + r * stride + d;
+      store(place, load(place) + weights[r * BLOCK + t] * line);
+    }
+  }
+}
+
+// What a task reads, all heads of it.
+struct Few {
+  long heads, rows, dim, stride;  // key heads, and the rows of each; `stride` between rows of floats
+};
+
+// Keys come two or more at a time with all their heads, as they lie in memory; what comes next, and the
+// block's values, are fetched meanwhile.
+template <Type type>
+void score_block(float* scores, const float* q, const Few& x, const void* const* keys,
+                 const void* const* values, long value_bytes, long count) {
+  constexpr long AT_ONCE = 8, BYTES = sizeof(typename Number<type>::Stored);
+  for (long t = 0; t < count; t += AT_ONCE) {
+    const long until = least(count, t + AT_ONCE);
+    for (long h = 0; h < x.heads; h++) {
+      for (long i = t; i < until; i++) {
+        const char* next = static_cast<const char*>(keys[i + AT_ONCE]) + h * x.dim * BYTES;
+        for (long b = 0; b < x.dim * BYTES; b += 64) __builtin_prefetch(next + b);
+        const char* value = static_cast<const char*>(values[i]) + h * value_bytes;
+        for (long b = 0; b < value_bytes; b += 64) __builtin_prefetch(value + b, 0, 2);
+      }
+      for (long r = 0; r < x.rows; r += 4) {
+        float* to = scores + (h * x.rows + r) * BLOCK;
+        const float* from = q + (h * x.rows + r) * x.stride;
+        switch (least(4, x.rows - r)) {
+          case 1: score_rows<type, 1>(to, from, x.stride, keys, t, until, h * x.dim, x.dim); break;
+          case 2: score_rows<type, 2>(to, from, x.stride, keys, t, until, h * x.dim, x.dim); break;
+          case 3: score_rows<type, 3>(to, from, x.stride, keys, t, until, h * x.dim, x.dim); break;
+          default: score_rows<type, 4>(to, from, x.stride, keys, t, until, h * x.dim, x.dim);
+        }
+      }
+    }
+  }
+}
+
+template <Type type>
+void add_block(float* sums, const float* weights, const Few& x, const void* const* values,
+               long count) {
+  for (long h = 0; h < x.heads; h++)
+    for (long r = 0; r < x.rows; r += 4) {
+      float* to = sums + (h * x.rows + r) * x.stride;
+      const float* from = weights + (h * x.rows + r) * BLOCK;
+      switch (least(4, x.rows - r)) {
+        case 1: add_rows<type, 1>(to, x.stride, from, values, count, h * x.dim, x.dim); break;
+        case 2: add_rows<type, 2>(to, x.stride, from, values, count, h * x.dim, x.dim); break;
+        case 3: add_rows<type, 3>(to, x.stride, from, values, count, h * x.dim, x.dim); break;
+        default: add_rows<type, 4>(to, x.stride, from, values, count, h * x.dim, x.dim);
+      }
+    }
+}
+
+#define EJ_BY_TYPE(type, function, ...)                                              \
+  switch (type) {                                                                    \
+    case Type::float32: function<Type::float32>(__VA_ARGS__); break;                 \
+    case Type::bfloat16: function<Type::bfloat16>(__VA_ARGS__); break;               \
+    case Type::float16: function<Type::float16>(__VA_ARGS__); break;                 \
+    case Type::int8: function<Type::int8>(__VA_ARGS__); break;                       \
+    case Type::float8_e4m3: function<Type::float8_e4m3>(__VA_ARGS__); break;         \
+    default: function<Type::float8_e5m2>(__VA_ARGS__);                               \
+  }
+
+// --- a task -------------------------------------------------------------------------------------
+
+// Keys [from, until) of a sequence; `problem` is that sequence, alone in its batch.
+struct Task {
+  const Problem* problem;
+  long from, until;
+  float* found;  // for every row its largest score, its sum of weights, and then the weighted values
+
+  static constexpr long MOST_KEYS = 1024;
+  static long rows(const Problem& p) { return p.kv_heads * p.rows(); }
+  static long size(const Problem& p) { return rows(p) * (2 + round_up(p.value_dim, LANES)); }
+  static long scratch_size(const Problem& p) {
+    return Scratch::padded(rows(p) * round_up(p.dim, LANES)) + rows(p) * BLOCK;
+  }
+
+  void run(float* scratch) const {
+    const Problem& p = *problem;
+    const Few k{p.kv_heads, p.rows(), p.dim, round_up(p.dim, LANES)};
+    const Few v{p.kv_heads, p.rows(), p.value_dim, round_up(p.value_dim, LANES)};
+    const long count = rows(p), keys = until - from;
+    float *q = scratch, *scores = scratch + Scratch::padded(count * k.stride);
+    float *largest_of = found, *total_of = found + count, *sums = found + 2 * count;
+    memset(q, 0, count * k.stride * sizeof(float));
+    memset(sums, 0, count * v.stride * sizeof(float));
+    for (long i = 0; i < count; i++) {
+      const long h = i / k.rows, row = i % k.rows;
+      read_row(q + i * k.stride, p.q.data, p.q.type, p.query_rows(p.q, 0, h, p.dim).at(row), p.dim,
+               p.scale * LOG2_E);
+      largest_of[i] = -INFINITE, total_of[i] = 0;
+    }
+    const void *k_rows[MOST_KEYS + 8], *v_rows[MOST_KEYS];
+    for (long i = 0; i < keys; i++) {
+      k_rows[i] = row_of(p.k, p.k_paging, from + i, p.kv_heads * p.dim);
+      v_rows[i] = row_of(p.v, p.v_paging, from + i, p.kv_heads * p.value_dim);
+    }
+    for (long i = keys; i < keys + 8; i++) k_rows[i] = k_rows[keys - 1];
+    for (long key = 0; key < keys; key += BLOCK) {
+      const long block = least(BLOCK, keys - key);
+      EJ_BY_TYPE(p.k.type, score_block, scores, q, k, k_rows + key, v_rows + key,
+                 p.value_dim * bytes_of(p.v.type), block)
+      for (long i = 0; i < count; i++)
+        weigh(scores + i * BLOCK, from + key, block, i, largest_of, total_of, sums + i * v.stride);
+      EJ_BY_TYPE(p.v.type, add_block, sums, scores, v, v_rows + key, block)
+    }
+  }
+
+  // Joins the tasks of a sequence, and writes its rows.
+  static void join(const Task* tasks, long count, const Array& out) {
+    const Problem& p = *tasks->problem;
+    const long every = rows(p), stride = round_up(p.value_dim, LANES);
+    for (long i = 0; i < every; i++) {
+      const long h = i / p.rows(), row = i % p.rows();
+      float reference = -INFINITE, total = 0;
+      for (long t = 0; t < count; t++)
+        if (tasks[t].found[i] > reference) reference = tasks[t].found[i];
+      const bool empty = reference == -INFINITE;
+      if (p.sinks && !empty) {
+        const float sink = p.sink(0, h * p.group + row % p.group);
+        reference = sink > reference ? sink : reference;
+        total = __builtin_exp2f(sink - reference);
+      }
+      float* sums = tasks[0].found + 2 * every + i * stride;
+      for (long t = 0; t < count; t++) {
+        const float shrink = empty ? 0 : __builtin_exp2f(tasks[t].found[i] - reference);
+        const float* part = tasks[t].found + 2 * every + i * stride;
+        total += shrink * tasks[t].found[every + i];
+        if (t == 0)
+          for (long d = 0; d < stride; d++) sums[d] *= shrink;
+        else
+          for (long d = 0; d < stride; d++) sums[d] += shrink * part[d];
+      }
+      write_row(out.data, out.type, p.query_rows(out, 0, h, p.value_dim).at(row), p.value_dim, sums,
+                total == 0 ? 0 : 1 / total);
+    }
+  }
+
+ private:
+  static const void* row_of(const Array& pages, const Paging& paging, long key, long width) {
+    return static_cast<const char*>(pages.data) + paging.slot(key) * width * bytes_of(pages.type);
+  }
+
+  // Scores of a row become weights; its sums become relative to a new largest score.
+  void weigh(float* scores, long key, long count, long i, float* largest_of, float* total_of,
+             float* sums) const {
+    const Problem& p = *problem;
+    const long h = i / p.rows();
+    const Seen seen = p.seen(0, i % p.rows());
+    const long padded = round_up(count, LANES);
+    for (long c = count; c < padded; c++) scores[c] = -INFINITE;
+    if (p.k_paging.scale)
+      for (long c = 0; c < count; c++) scores[c] *= p.k_paging.factor(key + c, h);
+    if (p.soft_cap != 0)
+      for (long c = 0; c < padded; c += LANES)
+        store(scores + c, tanh(load(scores + c) * (1 / (LOG2_E * p.soft_cap))) *
+                              (p.soft_cap * LOG2_E));
+    if (key < seen.begin || key + padded > seen.end)
+      for (long c = 0; c < padded; c++)
+        if (key + c < seen.begin || key + c >= seen.end) scores[c] = -INFINITE;
+    vec top = all(-INFINITE);
+    for (long c = 0; c < padded; c += LANES) top = larger(load(scores + c), top);
+    const float before = largest_of[i], block = largest(top);
+    const float reference = block > before ? block : before;
+    const float shift = reference == -INFINITE ? 0 : reference;
+    if (reference != before) {
+      const float shrink = before == -INFINITE ? 0 : __builtin_exp2f(before - reference);
+      total_of[i] *= shrink, largest_of[i] = reference;
+      for (long d = 0; d < round_up(p.value_dim, LANES); d += LANES)
+        store(sums + d, load(sums + d) * shrink);
+    }
+    vec total = vec{};
+    for (long c = 0; c < padded; c += LANES) {
+      vec weight = exp2(load(scores + c) - shift);
+      total += weight;
+      store(scores + c, weight);
+    }
+    total_of[i] += sum(total);
+    if (p.v_paging.scale)
+      for (long c = 0; c < count; c++) scores[c] *= p.v_paging.factor(key + c, h);
+  }
+};
+
+}  // namespace ejkernel
+
+#endif
