@@ -52,18 +52,14 @@ template <>
 struct Number<Type::int8> {
   typedef int8_t Stored;
   static EJ_INLINE vec widen(const int8_t* from) {
-    bytes x;
-    memcpy(&x, from, sizeof x);
-    return __builtin_convertvector(__builtin_convertvector(x, ivec), vec);
+    return __builtin_convertvector(ejkernel::widen(from), vec);
   }
 };
 template <>
 struct Number<Type::float8_e4m3> {
   typedef int8_t Stored;
   static EJ_INLINE vec widen(const int8_t* from) {
-    bytes x;
-    memcpy(&x, from, sizeof x);
-    ivec wide = __builtin_convertvector(x, ivec), magnitude = wide & 0x7f;
+    ivec wide = ejkernel::widen(from), magnitude = wide & 0x7f;
     ivec bits = (magnitude << 20) + ((127 - 7) << 23);
     bits |= (magnitude == 0x7f) & 0x7fc00000;
     vec small = __builtin_convertvector(magnitude, vec) * 0x1p-9f;
@@ -74,9 +70,7 @@ template <>
 struct Number<Type::float8_e5m2> {
   typedef int8_t Stored;
   static EJ_INLINE vec widen(const int8_t* from) {
-    bytes x;
-    memcpy(&x, from, sizeof x);
-    return Number<Type::float16>::of((uvec)__builtin_convertvector(x, ivec) << 8 & 0xffff);
+    return Number<Type::float16>::of((uvec)ejkernel::widen(from) << 8 & 0xffff);
   }
 };
 
@@ -91,29 +85,58 @@ EJ_INLINE vec widen_some(const typename Number<type>::Stored* from, long count) 
 // --- products with the rows of a few keys ---
 
 constexpr long BLOCK = 32;  // keys whose scores are computed before their values are added
+constexpr long AHEAD = 4;   // keys between what is read and what is fetched
+
+// Where memory is that will be read soon: as many bytes from each key, and from each value.
+struct Soon {
+  const void* const* keys;
+  const void* const* values;
+  long key, key_end, value, value_end;  // in bytes, of one head
+};
 
 // Scores of R rows with TOKENS keys; rows of `scores` are BLOCK apart.
 template <Type type, int R, int TOKENS>
 EJ_INLINE void score_keys(float* scores, const float* q, long stride, const void* const* keys,
-                          long first, long dim) {
+                          long first, long dim, const Soon* soon) {
   typedef typename Number<type>::Stored Stored;
   constexpr int COUNT = R * TOKENS;
+  constexpr long LINE = most(LANES, 64 / long(sizeof(Stored)));
   vec sums[round_up(COUNT, LANES)] = {};
   const Stored* rows[TOKENS];
   EJ_UNROLL for (int t = 0; t < TOKENS; t++) rows[t] = static_cast<const Stored*>(keys[t]) + first;
-  const long full = dim / LANES * LANES;
-  for (long d = 0; d < full; d += LANES) {
+  auto step = [&](long d) __attribute__((always_inline)) {
     vec line[TOKENS];
     EJ_UNROLL for (int t = 0; t < TOKENS; t++) line[t] = Number<type>::widen(rows[t] + d);
     EJ_UNROLL for (int r = 0; r < R; r++) {
       vec x = load(q + r * stride + d);
       EJ_UNROLL for (int t = 0; t < TOKENS; t++) sums[r * TOKENS + t] += x * line[t];
     }
+  };
+  long d = 0, key = 0, value = 0;
+  if (soon) key = soon->key, value = soon->value;
+  for (; d + LINE <= dim; d += LINE) {
+    if (soon) {  // requests between products: a burst of them would wait for each other
+      EJ_UNROLL for (int t = 0; t < TOKENS; t++) {
+        __builtin_prefetch(static_cast<const char*>(soon->keys[t]) + key);
+        if (value < soon->value_end)
+          __builtin_prefetch(static_cast<const char*>(soon->values[t]) + value, 0, 2);
+      }
+      key += 64, value += 64;
+    }
+    EJ_UNROLL for (long i = 0; i < LINE; i += LANES) step(d + i);
   }
-  if (full < dim)
+  for (; d + LANES <= dim; d += LANES) step(d);
+  if (soon)
     for (int t = 0; t < TOKENS; t++) {
-      vec line = widen_some<type>(rows[t] + full, dim - full);
-      for (int r = 0; r < R; r++) sums[r * TOKENS + t] += load(q + r * stride + full) * line;
+      for (long b = key; b < soon->key_end; b += 64)
+        __builtin_prefetch(static_cast<const char*>(soon->keys[t]) + b);
+      for (long b = value; b < soon->value_end; b += 64)
+        __builtin_prefetch(static_cast<const char*>(soon->values[t]) + b, 0, 2);
+    }
+  if (d < dim)
+    for (int t = 0; t < TOKENS; t++) {
+      vec line = widen_some<type>(rows[t] + d, dim - d);
+      for (int r = 0; r < R; r++) sums[r * TOKENS + t] += load(q + r * stride + d) * line;
     }
   EJ_UNROLL for (int i = 0; i < COUNT; i += LANES) {
     vec part[LANES], total = vec{};
@@ -125,15 +148,18 @@ EJ_INLINE void score_keys(float* scores, const float* q, long stride, const void
   }
 }
 
-// Of R rows with all keys of a block; a number of keys at a time that fills the registers.
+// Keys that are worked on together, so that their sums with R rows fill the registers.
+constexpr long together(long rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
+
+// Of R rows with some keys of a block.
 template <Type type, int R>
 EJ_INLINE void score_rows(float* scores, const float* q, long stride, const void* const* keys,
-                          long from, long until, long first, long dim) {
-  constexpr int TOKENS = R == 1 ? 8 : R == 2 ? 4 : 2;
+                          long from, long until, long first, long dim, Soon* soon) {
+  constexpr int TOKENS = together(R);
   long t = from;
   for (; t + TOKENS <= until; t += TOKENS)
-    score_keys<type, R, TOKENS>(scores + t, q, stride, keys + t, first, dim);
-  for (; t < until; t++) score_keys<type, R, 1>(scores + t, q, stride, keys + t, first, dim);
+    score_keys<type, R, TOKENS>(scores + t, q, stride, keys + t, first, dim, soon);
+  for (; t < until; t++) score_keys<type, R, 1>(scores + t, q, stride, keys + t, first, dim, nullptr);
 }
 
 // sums += weights * values, for R rows and V vectors of every value.
@@ -182,29 +208,28 @@ struct Few {
   long heads, rows, dim, stride;  // key heads, and the rows of each; `stride` between rows of floats
 };
 
-// Keys come two or more at a time with all their heads, as they lie in memory; what comes next, and the
+// Keys come a few at a time with all their heads, as they lie in memory; what comes next, and the
 // block's values, are fetched meanwhile.
 template <Type type>
 void score_block(float* scores, const float* q, const Few& x, const void* const* keys,
                  const void* const* values, long value_bytes, long count) {
-  constexpr long AT_ONCE = 8, BYTES = sizeof(typename Number<type>::Stored);
-  for (long t = 0; t < count; t += AT_ONCE) {
-    const long until = least(count, t + AT_ONCE);
+  constexpr long BYTES = sizeof(typename Number<type>::Stored);
+  const long at_once = together(x.rows % 4 == 0 ? 4 : x.rows % 4);
+  for (long t = 0; t < count; t += at_once) {
+    const long until = least(count, t + at_once);
     for (long h = 0; h < x.heads; h++) {
-      for (long i = t; i < until; i++) {
-        const char* next = static_cast<const char*>(keys[i + AT_ONCE]) + h * x.dim * BYTES;
-        for (long b = 0; b < x.dim * BYTES; b += 64) __builtin_prefetch(next + b);
-        const char* value = static_cast<const char*>(values[i]) + h * value_bytes;
-        for (long b = 0; b < value_bytes; b += 64) __builtin_prefetch(value + b, 0, 2);
-      }
+      const long first = h * x.dim;
+      Soon ahead{keys + t + AHEAD, values + t, first * BYTES, (first + x.dim) * BYTES,
+                 h * value_bytes, (h + 1) * value_bytes};
       for (long r = 0; r < x.rows; r += 4) {
         float* to = scores + (h * x.rows + r) * BLOCK;
         const float* from = q + (h * x.rows + r) * x.stride;
+        Soon* soon = r == 0 ? &ahead : nullptr;
         switch (least(4, x.rows - r)) {
-          case 1: score_rows<type, 1>(to, from, x.stride, keys, t, until, h * x.dim, x.dim); break;
-          case 2: score_rows<type, 2>(to, from, x.stride, keys, t, until, h * x.dim, x.dim); break;
-          case 3: score_rows<type, 3>(to, from, x.stride, keys, t, until, h * x.dim, x.dim); break;
-          default: score_rows<type, 4>(to, from, x.stride, keys, t, until, h * x.dim, x.dim);
+          case 1: score_rows<type, 1>(to, from, x.stride, keys, t, until, first, x.dim, soon); break;
+          case 2: score_rows<type, 2>(to, from, x.stride, keys, t, until, first, x.dim, soon); break;
+          case 3: score_rows<type, 3>(to, from, x.stride, keys, t, until, first, x.dim, soon); break;
+          default: score_rows<type, 4>(to, from, x.stride, keys, t, until, first, x.dim, soon);
         }
       }
     }
@@ -245,11 +270,11 @@ struct Task {
   long from, until;
   float* found;  // for every row its largest score, its sum of weights, and then the weighted values
 
-  static constexpr long MOST_KEYS = 1024;
+  static constexpr long MOST_KEYS = 1024, FURTHER = AHEAD + 8;
   static long rows(const Problem& p) { return p.kv_heads * p.rows(); }
   static long size(const Problem& p) { return rows(p) * (2 + round_up(p.value_dim, LANES)); }
   static long scratch_size(const Problem& p) {
-    return Scratch::padded(rows(p) * round_up(p.dim, LANES)) + rows(p) * BLOCK;
+    return Scratch::padded(rows(p) * round_up(p.dim, LANES)) + (rows(p) + 2 * p.kv_heads) * BLOCK;
   }
 
   void run(float* scratch) const {
@@ -267,18 +292,31 @@ struct Task {
                p.scale * LOG2_E);
       largest_of[i] = -INFINITE, total_of[i] = 0;
     }
-    const void *k_rows[MOST_KEYS + 8], *v_rows[MOST_KEYS];
-    for (long i = 0; i < keys; i++) {
-      k_rows[i] = row_of(p.k, p.k_paging, from + i, p.kv_heads * p.dim);
-      v_rows[i] = row_of(p.v, p.v_paging, from + i, p.kv_heads * p.value_dim);
+    const void *k_rows[MOST_KEYS + FURTHER], *v_rows[MOST_KEYS + FURTHER];
+    const float *k_scales[MOST_KEYS], *v_scales[MOST_KEYS];  // of all heads of a key
+    for (long i = 0, slot = from % p.k_paging.size, page = from / p.k_paging.size; i < keys; i++) {
+      const long number = p.k_paging.table[page], key = number * p.k_paging.size + slot;
+      k_rows[i] = row_of(p.k, key, p.kv_heads * p.dim);
+      v_rows[i] = row_of(p.v, key, p.kv_heads * p.value_dim);
+      k_scales[i] = scales_of(p.k_paging, number, slot);
+      v_scales[i] = scales_of(p.v_paging, number, slot);
+      if (++slot == p.k_paging.size) slot = 0, page++;
     }
-    for (long i = keys; i < keys + 8; i++) k_rows[i] = k_rows[keys - 1];
+    for (long i = keys; i < keys + FURTHER; i++)
+      k_rows[i] = k_rows[keys - 1], v_rows[i] = v_rows[keys - 1];
+    float* factors = scores + count * BLOCK;  // of keys, and of values: those of every head
     for (long key = 0; key < keys; key += BLOCK) {
       const long block = least(BLOCK, keys - key);
+      for (long h = 0; h < p.kv_heads; h++)
+        for (long c = 0; c < block; c++) {
+          if (p.k_paging.scale) factors[h * BLOCK + c] = k_scales[key + c][h];
+          if (p.v_paging.scale) factors[(p.kv_heads + h) * BLOCK + c] = v_scales[key + c][h];
+        }
       EJ_BY_TYPE(p.k.type, score_block, scores, q, k, k_rows + key, v_rows + key,
                  p.value_dim * bytes_of(p.v.type), block)
       for (long i = 0; i < count; i++)
-        weigh(scores + i * BLOCK, from + key, block, i, largest_of, total_of, sums + i * v.stride);
+        weigh(scores + i * BLOCK, factors + i / k.rows * BLOCK, from + key, block, i, largest_of,
+              total_of, sums + i * v.stride);
       EJ_BY_TYPE(p.v.type, add_block, sums, scores, v, v_rows + key, block)
     }
   }
@@ -314,20 +352,22 @@ struct Task {
   }
 
  private:
-  static const void* row_of(const Array& pages, const Paging& paging, long key, long width) {
-    return static_cast<const char*>(pages.data) + paging.slot(key) * width * bytes_of(pages.type);
+  static const void* row_of(const Array& pages, long slot, long width) {
+    return static_cast<const char*>(pages.data) + slot * width * bytes_of(pages.type);
+  }
+  static const float* scales_of(const Paging& paging, long page, long slot) {
+    return paging.scale + page * paging.scale_page + slot * paging.scale_slot;
   }
 
   // Scores of a row become weights; its sums become relative to a new largest score.
-  void weigh(float* scores, long key, long count, long i, float* largest_of, float* total_of,
-             float* sums) const {
+  void weigh(float* scores, const float* factors, long key, long count, long i, float* largest_of,
+             float* total_of, float* sums) const {
     const Problem& p = *problem;
-    const long h = i / p.rows();
     const Seen seen = p.seen(0, i % p.rows());
     const long padded = round_up(count, LANES);
     for (long c = count; c < padded; c++) scores[c] = -INFINITE;
     if (p.k_paging.scale)
-      for (long c = 0; c < count; c++) scores[c] *= p.k_paging.factor(key + c, h);
+      for (long c = 0; c < count; c++) scores[c] *= factors[c];
     if (p.soft_cap != 0)
       for (long c = 0; c < padded; c += LANES)
         store(scores + c, tanh(load(scores + c) * (1 / (LOG2_E * p.soft_cap))) *
@@ -354,7 +394,7 @@ struct Task {
     }
     total_of[i] += sum(total);
     if (p.v_paging.scale)
-      for (long c = 0; c < count; c++) scores[c] *= p.v_paging.factor(key + c, h);
+      for (long c = 0; c < count; c++) scores[c] *= factors[p.kv_heads * BLOCK + c];
   }
 };
 
