@@ -119,8 +119,10 @@ def _attend(q: Any, table: Any, length: Any, position: Any, call: Arguments) -> 
         return jnp.where(seen, found.reshape(keys, kv_heads, -1), 0.0)
 
     k, v = gathered(call.k_pages, call.k_scale), gathered(call.v_pages, call.v_scale)
-    grouped_q = q.astype(wide).reshape(tokens, kv_heads, -1, head_dim)
-    scores = call.softmax_scale * jnp.einsum("thgd,khd->hgtk", grouped_q, k, precision=exact)
+    # Scaled before the product: fused with the difference from the maximum, below, a factor
+    # would be rounded in two ways.
+    scaled = (call.softmax_scale * q.astype(wide)).reshape(tokens, kv_heads, -1, head_dim)
+    scores = jnp.einsum("thgd,khd->hgtk", scaled, k, precision=exact)
     if (cap := call.logits_soft_cap) is not None:
         scores = cap * jnp.tanh(scores / cap)
     scores = jnp.where(visible, scores, -jnp.inf)
