@@ -394,3 +394,38 @@ def test_a_pool_never_gives_a_page_twice():
         pool.remove(7)
     with pytest.raises(ValueError, match="pages=0"):
         PagePool(pages=0, page_size=4, sequences=3, pages_per_sequence=6)
+
+
+def test_the_steps_of_a_server_are_traced_once():
+    """Prompts and ends come and go; what is decoded equals attention over the tokens themselves."""
+    pool = PagePool(pages=24, page_size=PAGE_SIZE, sequences=3, pages_per_sequence=8)
+    traced, rng, live = [], np.random.default_rng(2), {}
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def step(k_pages, v_pages, q, k, v, *where):
+        traced.append(1)
+        pages = update_pages(k_pages, v_pages, k, v, *where)
+        return *pages, ragged_paged_attention(q, *pages, *where)
+
+    pages = jnp.zeros((24, PAGE_SIZE, 1, 8)), jnp.zeros((24, PAGE_SIZE, 1, 8))
+    for number in range(25):
+        if number % 7 == 6:
+            pool.remove(row := next(iter(live)))
+            del live[row]
+        new = dict.fromkeys(live, 1)
+        if pool.free_sequences:
+            row = pool.add()
+            live[row], new[row] = np.zeros((0, 2, 8)), int(rng.integers(1, 9))
+        starts = pool.extend(new)
+        q, k, v = rng.standard_normal((3, 12, 1, 8)).astype(np.float32)
+        *pages, out = step(*pages, q, k, v, pool.page_table, pool.lengths, starts)
+        for row in live:
+            own = slice(starts[row], starts[row + 1])
+            both = np.concatenate([k[own], v[own]], axis=1)
+            live[row] = np.concatenate([live[row], both])
+            keys, values = live[row][:, 0], live[row][:, 1]
+            scores = keys @ q[own.stop - 1, 0] * 8**-0.5
+            weights = np.exp(scores - scores.max())
+            expected = weights / weights.sum() @ values
+            np.testing.assert_allclose(out[own.stop - 1, 0], expected, rtol=1e-4, atol=1e-5)
+    assert len(traced) == 1
