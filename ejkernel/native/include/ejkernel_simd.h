@@ -126,6 +126,15 @@ EJ_INLINE void transpose(vec (&x)[LANES]) {
   }
 }
 
+// The sum of vector i becomes number i: what is left of `transpose` if halves are added on the way.
+EJ_INLINE vec sums_of(vec (&x)[LANES]) {
+  typedef ZipOf<LANES> zip;
+  EJ_UNROLL for (int half = LANES / 2; half > 0; half /= 2)
+    EJ_UNROLL for (int i = 0; i < half; i++)
+      x[i] = zip::first(x[i], x[i + half]) + zip::second(x[i], x[i + half]);
+  return x[0];
+}
+
 // 2^x for x < 127.5, relative error 1.7e-7, exactly 1 for 0; exactly zero below -126.5, NaN for NaN.
 // What it gives for larger numbers has no meaning.
 //

@@ -66,7 +66,7 @@ class PagedAttentionCppConfig:
         return cls(
             max(24, min(192, rows // (4 * threads))),
             max(1, 480 * 64 // max(64, q.shape[-1])),
-            max(64, min(256, keys // (8 * threads))),
+            max(64, min(512, keys // (8 * threads))),
         )
 
     @classmethod

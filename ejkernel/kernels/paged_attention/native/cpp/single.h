@@ -139,10 +139,9 @@ EJ_INLINE void score_keys(float* scores, const float* q, long stride, const void
       for (int r = 0; r < R; r++) sums[r * TOKENS + t] += load(q + r * stride + d) * line;
     }
   EJ_UNROLL for (int i = 0; i < COUNT; i += LANES) {
-    vec part[LANES], total = vec{};
+    vec part[LANES];
     EJ_UNROLL for (int j = 0; j < LANES; j++) part[j] = sums[i + j];
-    transpose(part);
-    EJ_UNROLL for (int j = 0; j < LANES; j++) total += part[j];
+    const vec total = sums_of(part);
     EJ_UNROLL for (int j = 0; j < LANES; j++)
       if (i + j < COUNT) scores[(i + j) / TOKENS * BLOCK + (i + j) % TOKENS] = total[j];
   }
@@ -162,16 +161,24 @@ EJ_INLINE void score_rows(float* scores, const float* q, long stride, const void
   for (; t < until; t++) score_keys<type, R, 1>(scores + t, q, stride, keys + t, first, dim, nullptr);
 }
 
+// Some bytes of every key of the next block, fetched while values are added: memory is never idle.
+struct Next {
+  const void* const* keys;
+  long from, until;
+};
+
 // sums += weights * values, for R rows and V vectors of every value.
 template <Type type, int R, int V>
 EJ_INLINE void add_values(float* sums, long stride, const float* weights, const void* const* values,
-                          long count, long first) {
+                          long count, long first, Next next) {
   typedef typename Number<type>::Stored Stored;
   vec found[R][V];
   EJ_UNROLL for (int r = 0; r < R; r++)
     EJ_UNROLL for (int j = 0; j < V; j++) found[r][j] = load(sums + r * stride + j * LANES);
   for (long t = 0; t < count; t++) {
     const Stored* row = static_cast<const Stored*>(values[t]) + first;
+    for (long b = next.from; b < next.until; b += 64)
+      __builtin_prefetch(static_cast<const char*>(next.keys[t]) + b, 0, 2);
     vec line[V];
     EJ_UNROLL for (int j = 0; j < V; j++) line[j] = Number<type>::widen(row + j * LANES);
     EJ_UNROLL for (int r = 0; r < R; r++) {
@@ -185,14 +192,18 @@ EJ_INLINE void add_values(float* sums, long stride, const float* weights, const 
 
 template <Type type, int R>
 EJ_INLINE void add_rows(float* sums, long stride, const float* weights, const void* const* values,
-                        long count, long first, long dim) {
+                        long count, long first, long dim, Next next) {
   typedef typename Number<type>::Stored Stored;
-  constexpr int V = R == 1 ? 8 : R == 2 ? 4 : 2;
+  constexpr int V = together(R);
+  // The lines of the keys are shared out to the steps.
+  const long lines = ceil_div(next.until - next.from, 64), steps = most(1, dim / (V * LANES));
   long d = 0;
-  for (; d + V * LANES <= dim; d += V * LANES)
-    add_values<type, R, V>(sums + d, stride, weights, values, count, first + d);
+  for (long i = 0; d + V * LANES <= dim; d += V * LANES, i++)
+    add_values<type, R, V>(sums + d, stride, weights, values, count, first + d,
+                           {next.keys, next.from + lines * i / steps * 64,
+                            next.from + lines * (i + 1) / steps * 64});
   for (; d + LANES <= dim; d += LANES)
-    add_values<type, R, 1>(sums + d, stride, weights, values, count, first + d);
+    add_values<type, R, 1>(sums + d, stride, weights, values, count, first + d, Next{});
   if (d == dim) return;
   for (long t = 0; t < count; t++) {
     vec line = widen_some<type>(static_cast<const Stored*>(values[t]) + first + d, dim - d);
@@ -238,16 +249,17 @@ void score_block(float* scores, const float* q, const Few& x, const void* const*
 
 template <Type type>
 void add_block(float* sums, const float* weights, const Few& x, const void* const* values,
-               long count) {
+               const void* const* keys, long key_bytes, long count) {
   for (long h = 0; h < x.heads; h++)
     for (long r = 0; r < x.rows; r += 4) {
+      const Next next{keys, h * key_bytes, r == 0 ? (h + 1) * key_bytes : h * key_bytes};
       float* to = sums + (h * x.rows + r) * x.stride;
       const float* from = weights + (h * x.rows + r) * BLOCK;
       switch (least(4, x.rows - r)) {
-        case 1: add_rows<type, 1>(to, x.stride, from, values, count, h * x.dim, x.dim); break;
-        case 2: add_rows<type, 2>(to, x.stride, from, values, count, h * x.dim, x.dim); break;
-        case 3: add_rows<type, 3>(to, x.stride, from, values, count, h * x.dim, x.dim); break;
-        default: add_rows<type, 4>(to, x.stride, from, values, count, h * x.dim, x.dim);
+        case 1: add_rows<type, 1>(to, x.stride, from, values, count, h * x.dim, x.dim, next); break;
+        case 2: add_rows<type, 2>(to, x.stride, from, values, count, h * x.dim, x.dim, next); break;
+        case 3: add_rows<type, 3>(to, x.stride, from, values, count, h * x.dim, x.dim, next); break;
+        default: add_rows<type, 4>(to, x.stride, from, values, count, h * x.dim, x.dim, next);
       }
     }
 }
@@ -270,7 +282,7 @@ struct Task {
   long from, until;
   float* found;  // for every row its largest score, its sum of weights, and then the weighted values
 
-  static constexpr long MOST_KEYS = 1024, FURTHER = AHEAD + 8;
+  static constexpr long MOST_KEYS = 1024, FURTHER = BLOCK + AHEAD;
   static long rows(const Problem& p) { return p.kv_heads * p.rows(); }
   static long size(const Problem& p) { return rows(p) * (2 + round_up(p.value_dim, LANES)); }
   static long scratch_size(const Problem& p) {
@@ -317,7 +329,8 @@ struct Task {
       for (long i = 0; i < count; i++)
         weigh(scores + i * BLOCK, factors + i / k.rows * BLOCK, from + key, block, i, largest_of,
               total_of, sums + i * v.stride);
-      EJ_BY_TYPE(p.v.type, add_block, sums, scores, v, v_rows + key, block)
+      EJ_BY_TYPE(p.v.type, add_block, sums, scores, v, v_rows + key, k_rows + key + BLOCK,
+                 p.dim * bytes_of(p.k.type), block)
     }
   }
 
