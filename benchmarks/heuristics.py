@@ -32,7 +32,7 @@ from ejkernel.ops.tuner.session import function_maker, tune_invocation, with_gra
 from ejkernel.ops.tuner.tuner import Tuner
 
 PROMISED = 1.15
-ONLY_FORWARD = ("paged_attention",)
+ONLY_FORWARD = ("paged_attention", "ragged_paged_attention")
 
 
 def judge(operation: str, call: Call, seconds: float, *, backward: bool) -> dict[str, Any]:

@@ -273,6 +273,9 @@ def compare(comparison: Comparison, seconds: float = 4.0) -> tuple[dict[str, Tim
     times = race(candidates, seconds)
     mine = program_text(candidates[OURS])
     return times, [
-        dataclasses.replace(ratio, same_program=program_text(candidates[ratio.peer]) == mine)
+        dataclasses.replace(
+            ratio,
+            same_program=mine is not None and program_text(candidates[ratio.peer]) == mine,
+        )
         for ratio in ratios(times, comparison.limits)
     ]

@@ -26,6 +26,13 @@ def _paged_attention():
     return (normal(0, 2, 1, 4, 16), *pages, table, jnp.array([5, 12], jnp.int32)), {}, (0,)
 
 
+def _ragged_paged_attention():
+    table = jnp.array([[3, 1, 2], [4, 0, 5]], jnp.int32)
+    pages = normal(1, 6, 4, 2, 16), normal(2, 6, 4, 2, 16)
+    places = jnp.array([5, 12], jnp.int32), jnp.array([0, 1, 6], jnp.int32)
+    return (normal(0, 7, 4, 16), *pages, table, *places), {}, (0,)
+
+
 def _grouped_matmul():
     sizes = jnp.array([3, 0, 20, 17], jnp.int32)
     return (normal(0, 40, 16), normal(1, 4, 16, 32), sizes), {}, (0, 1)
@@ -58,6 +65,7 @@ CALLS = {
     "linear_cross_entropy": _linear_cross_entropy,
     "gated_linear_attention": _gated_linear_attention,
     "gated_linear_unit": _gated_linear_unit,
+    "ragged_paged_attention": _ragged_paged_attention,
 }
 
 

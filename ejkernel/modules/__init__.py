@@ -13,7 +13,7 @@ from ejkernel.kernels.gated_linear_unit import GatedLinearUnitConfig
 from ejkernel.kernels.grouped_matmul import GroupedMatmulConfig
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyConfig
 from ejkernel.kernels.norm import NormConfig
-from ejkernel.kernels.paged_attention import PagedAttentionConfig
+from ejkernel.kernels.paged_attention import PagedAttentionConfig, RaggedPagedAttentionConfig
 from ejkernel.native.loading import load_built
 
 from .flash_attention import flash_attention
@@ -23,8 +23,10 @@ from .grouped_matmul import grouped_matmul
 from .layer_norm import layer_norm
 from .linear_cross_entropy import linear_cross_entropy
 from .paged_attention import paged_attention
+from .ragged_paged_attention import ragged_paged_attention
 from .rms_norm import rms_norm
 from .supported import support_table, supported
+from .update_pages import update_pages
 
 load_built()  # a program from another process may call it before an operation is called here
 
@@ -37,6 +39,7 @@ OPERATIONS = (
     "linear_cross_entropy",
     "gated_linear_attention",
     "gated_linear_unit",
+    "ragged_paged_attention",
 )
 """The operations by name; each is the function of that name."""
 
@@ -49,6 +52,7 @@ __all__ = [
     "LinearCrossEntropyConfig",
     "NormConfig",
     "PagedAttentionConfig",
+    "RaggedPagedAttentionConfig",
     "flash_attention",
     "gated_linear_attention",
     "gated_linear_unit",
@@ -56,7 +60,9 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "paged_attention",
+    "ragged_paged_attention",
     "rms_norm",
     "support_table",
     "supported",
+    "update_pages",
 ]

@@ -61,8 +61,13 @@ def paged_attention(
     >>> paged_attention(q, k_pages, v_pages, page_table, jnp.array([40, 9])).shape
     (2, 8, 32)
     """
-    given = softmax_scale, window, logits_soft_cap, sinks
-    arrays, options = checked(q, k_pages, v_pages, page_table, lengths, *given)
+    arrays, options = checked(
+        *(q, k_pages, v_pages, page_table, lengths),
+        softmax_scale=softmax_scale,
+        window=window,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+    )
     options |= given_options("paged_attention", implementation, cfg)
     if arrays[0].ndim == 4:
         return _kernel(*arrays, **options)

@@ -159,7 +159,7 @@ def _build(library: Library, compiler: Compiler, place: PrivateFolder, name: str
     unfinished = f"{_UNFINISHED}{uuid.uuid4().hex}.so"
     began = time.monotonic()
     try:
-        include = (INCLUDE, pathlib.Path(jax.ffi.include_dir()))
+        include = (INCLUDE, *library.headers, pathlib.Path(jax.ffi.include_dir()))
         said = compiler.compile(library.source, include, unfinished, _reached(place))
         try:
             with place.opened(unfinished, never=0) as descriptor:

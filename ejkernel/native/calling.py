@@ -56,6 +56,39 @@ def call(native: Function, other: Function, *arrays: Any) -> Any:
     return jax.tree.unflatten(nested[0], _call.bind(*leaves, native=traced, other=flat_other))
 
 
+def call_handler(
+    name: str,
+    results: tuple[tuple[tuple[int, ...], Any], ...],
+    operands: tuple[jax.Array, ...],
+    attributes: dict[str, Any],
+    *,
+    vmap_method: str = "broadcast_all",
+) -> Any:
+    """What a handler of a library gives, under any transform and inside `shard_map` too.
+
+    Args:
+      results: shapes and dtypes.
+      vmap_method: as in `jax.ffi.ffi_call`; by default the handler takes any number of leading axes
+        as a batch.
+    """
+    types = [jax.typeof(operand) for operand in operands]
+    varying = frozenset[str]().union(*(x.manual_axis_type.varying for x in types))
+    more: dict[str, Any] = {}
+    if varying:
+        # Inside `shard_map`: what is the same on all devices is brought to the type of the rest.
+        operands = tuple(
+            jax.lax.pcast(x, tuple(varying - t.manual_axis_type.varying), to="varying")
+            if varying != t.manual_axis_type.varying
+            else x
+            for x, t in zip(operands, types, strict=True)
+        )
+        like = jax.typeof(operands[0])
+        everywhere = jax.sharding.NamedSharding(like.sharding.mesh, jax.sharding.PartitionSpec())
+        more = {"sharding": everywhere, "manual_axis_type": like.manual_axis_type}
+    shapes = tuple(jax.ShapeDtypeStruct(shape, dtype, **more) for shape, dtype in results)
+    return jax.ffi.ffi_call(name, shapes, vmap_method=vmap_method)(*operands, **attributes)
+
+
 def _evaluate(traced: Any, *arrays: Any) -> Any:
     return jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *arrays)
 

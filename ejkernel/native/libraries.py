@@ -21,17 +21,19 @@ class Library:
       name: what its file is called.
       source: the file to compile; headers are next to it and in `ejkernel/native/include`.
       handlers: functions in it, which XLA knows by the same names.
+      headers: more folders with headers, such as those of another operation.
     """
 
     name: str
     source: pathlib.Path
     handlers: tuple[str, ...]
+    headers: tuple[pathlib.Path, ...] = ()
 
     def files(self) -> list[pathlib.Path]:
         """Everything that is compiled into it, in a fixed order."""
-        folders = (self.source.parent, INCLUDE)
-        suffixes = (".cc", ".h")
-        return [f for folder in folders for f in sorted(folder.iterdir()) if f.suffix in suffixes]
+        folders = (self.source.parent, INCLUDE, *self.headers)
+        headers = [f for folder in folders for f in sorted(folder.iterdir()) if f.suffix == ".h"]
+        return [self.source, *headers]
 
     def source_hash(self) -> str:
         """Changes with every change of the source."""

@@ -206,3 +206,44 @@ def paged_attention(
         weights = np.exp(scores - logits.max()) / np.exp(logits - logits.max()).sum()
         out[b, t, h] = weights @ v_pages[page, inside, head]
     return out if q.ndim == 4 else out[:, 0]
+
+
+def ragged_paged_attention(
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    page_table: Any,
+    lengths: Any,
+    query_starts: Any,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+) -> np.ndarray:
+    def scaled(pages: Any, scale: Any) -> np.ndarray:
+        if scale is None:
+            return float64(pages)
+        scale = float64(scale)
+        return float64(pages) * (scale[:, None] if scale.ndim == 2 else scale)[..., None]
+
+    q, k, v = float64(q), scaled(k_pages, k_scale), scaled(v_pages, v_scale)
+    rows, heads, head_dim = q.shape
+    page_size, kv_heads = k.shape[1:3]
+    out = np.zeros((rows, heads, v.shape[3]))
+    for s, h in np.ndindex(len(lengths), heads):
+        for row in range(query_starts[s], query_starts[s + 1]):
+            position = lengths[s] - query_starts[s + 1] + row
+            first = 0 if window is None else max(0, position - window)
+            places = range(first, position + 1 if causal else lengths[s])
+            page = [page_table[s][j // page_size] for j in places]
+            inside, head = [j % page_size for j in places], h // (heads // kv_heads)
+            scores = k[page, inside, head] @ q[row, h] * head_dim**-0.5
+            if logits_soft_cap is not None:
+                scores = logits_soft_cap * np.tanh(scores / logits_soft_cap)
+            logits = scores if sinks is None else np.append(scores, float64(sinks)[h])
+            weights = np.exp(scores - logits.max()) / np.exp(logits - logits.max()).sum()
+            out[row, h] = weights @ v[page, inside, head]
+    return out

@@ -22,7 +22,10 @@ from ejkernel.kernels.gated_linear_unit import GatedLinearUnitXlaConfig
 from ejkernel.kernels.grouped_matmul import GroupedMatmulXlaConfig
 from ejkernel.kernels.linear_cross_entropy import LinearCrossEntropyXlaConfig
 from ejkernel.kernels.norm import NormXlaConfig
-from ejkernel.kernels.paged_attention import PagedAttentionXlaConfig
+from ejkernel.kernels.paged_attention import (
+    PagedAttentionXlaConfig,
+    RaggedPagedAttentionXlaConfig,
+)
 
 quick = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
@@ -39,6 +42,11 @@ FIXED: dict[str, dict[str, Any]] = {
         "page_table": np.array([[3, 1, 2, 0], [6, 0, 5, 1], [4, 4, 2, 2]], np.int32),
         "lengths": np.array([4, 12, 1], np.int32),
     },
+    "ragged_paged_attention": {
+        "page_table": np.array([[3, 1, 2, 0], [6, 0, 5, 1], [4, 4, 2, 2]], np.int32),
+        "lengths": np.array([4, 12, 1], np.int32),
+        "query_starts": np.array([0, 1, 6, 7], np.int32),
+    },
     "linear_cross_entropy": {
         "labels": np.array([3, -100, 0, 20, 20, 7, 1, 2, 3, -100, 4, 5, 6], np.int32)
     },
@@ -52,6 +60,7 @@ BLOCKS: dict[str, Any] = {
     "linear_cross_entropy": LinearCrossEntropyXlaConfig(5, 5, 8),
     "gated_linear_attention": GatedLinearAttentionXlaConfig(chunk_size=4, backward_chunk_size=4),
     "paged_attention": PagedAttentionXlaConfig(pages_per_step=1),
+    "ragged_paged_attention": RaggedPagedAttentionXlaConfig(block_q=2, pages_per_step=1),
 }
 
 # An operation, the shapes of its floating arrays, its options.
@@ -97,6 +106,13 @@ WALK: list[tuple[str, dict[str, tuple[int, ...]], dict[str, Any]]] = [
     ("paged_attention", PAGES, {}),
     ("paged_attention", PAGES | {"q": (3, 4, 8)}, {"softmax_scale": 0.3, "window": 2}),
     ("paged_attention", PAGES | {"sinks": (4,)}, {"logits_soft_cap": 2.0, "window": 4}),
+    ("ragged_paged_attention", PAGES | {"q": (8, 4, 8)}, {"window": 3}),
+    ("ragged_paged_attention", PAGES | {"q": (8, 4, 8), "k_scale": (7, 2)}, {"causal": False}),
+    (
+        "ragged_paged_attention",
+        PAGES | {"q": (8, 4, 8), "sinks": (4,), "v_scale": (7, 3, 2)},
+        {"logits_soft_cap": 2.0},
+    ),
 ]
 
 

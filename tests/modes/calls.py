@@ -30,6 +30,8 @@ def arrays_of(name: str, dtype: Any = "float32", batch: int = BATCH) -> tuple[ja
         return normal(batch, 24, 4, 8), normal(batch, LENGTH, 2, 8), normal(batch, LENGTH, 2, 8)
     if name == "paged_attention":
         return normal(batch, 2, 4, 8), normal(5, 4, 2, 8), normal(5, 4, 2, 8)
+    if name == "ragged_paged_attention":
+        return normal(batch * 3, 4, 8), normal(5, 4, 2, 8), normal(5, 4, 2, 8)
     if name == "grouped_matmul":
         return normal(batch * 6, 4), normal(3, 4, 5)
     if name == "rms_norm":
@@ -58,6 +60,10 @@ def function_of(name: str, **options: Any) -> Callable[..., Any]:
             table = jnp.tile(jnp.array([[3, 1]], jnp.int32), (batch, 1))
             lengths = jnp.full((batch,), 6, jnp.int32)
             return operation(*arrays, table, lengths, **options)
+        if name == "ragged_paged_attention":
+            table, lengths = jnp.array([[3, 1], [0, 2]], jnp.int32), jnp.array([6, 5], jnp.int32)
+            starts = jnp.array([0, 4, 5], jnp.int32)
+            return operation(*arrays, table, lengths, starts, **options)
         if name == "grouped_matmul":
             return operation(*arrays, jnp.array([5, 0, 6], jnp.int32), **options)
         if name == "layer_norm":

@@ -36,7 +36,7 @@ def check(function, name, arrays):
         np.testing.assert_allclose(mine, other, rtol=2e-5, atol=2e-5)
 
 
-NEEDS_NUMBERS = ("grouped_matmul",)
+NEEDS_NUMBERS = ("grouped_matmul", "ragged_paged_attention")
 """Operations whose rows have to do with each other: they say so."""
 
 QUICK = ("flash_attention", "rms_norm", "grouped_matmul")

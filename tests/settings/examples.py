@@ -182,6 +182,31 @@ EXAMPLES = (
         },
     ),
     Example(
+        "ragged_paged_attention",
+        {
+            "q": "t h d",
+            "k_pages": "n p k d",
+            "v_pages": "n p k e",
+            "page_table": "s m",
+            "lengths": "s",
+            "query_starts": "starts",
+            "k_scale": "n p k",
+            "v_scale": "k",
+        },
+        ("t h e",),
+        {
+            **{"t": 12, "h": 8, "k": 4, "d": 16, "e": 16, "n": 12, "p": 8, "m": 3},
+            **{"s": 4, "starts": 5},
+        },
+        shardable=("h k",),
+        local=("h k",),
+        fill={
+            "page_table": _integers(12),
+            "lengths": lambda key, shape: jnp.broadcast_to(5 + 6 * jnp.arange(4), shape),
+            "query_starts": lambda key, shape: jnp.broadcast_to(jnp.array([0, 1, 6, 6, 11]), shape),
+        },
+    ),
+    Example(
         "grouped_matmul",
         {"lhs": "m k", "rhs": "g k n", "group_sizes": "c"},
         ("m n",),

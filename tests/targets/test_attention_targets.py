@@ -11,7 +11,7 @@ import pytest
 
 from ejkernel import targets
 from ejkernel.kernels.flash_attention import FlashAttention
-from ejkernel.kernels.paged_attention import PagedAttention
+from ejkernel.kernels.paged_attention import PagedAttention, RaggedPagedAttention
 
 USABLE = {entry.target.name for entry in targets.available() if entry.usable}
 
@@ -106,6 +106,19 @@ def check_paged(name, options, **how):
     return targets.check(kernel, *arguments, target=name, softmax_scale=0.1, **options, **how)
 
 
+def check_ragged(name, dtype, options, **how):
+    cache = array(4096, 16, 8, 128, dtype=dtype)
+    arguments = (array(512, 32, 128), cache, cache, integers(16, 256), integers(16), integers(17))
+    kernel = RaggedPagedAttention()
+    return targets.check(kernel, *arguments, target=name, softmax_scale=0.1, **options, **how)
+
+
+SCALES = {
+    name: array(*shape, dtype=jnp.float32)
+    for name, shape in (("k_scale", (4096, 16, 8)), ("v_scale", (8,)))
+}
+
+
 # --- lowering: needs nothing ---------------------------------------------------------------------
 
 
@@ -120,6 +133,18 @@ def test_flash_attention_lowers_forward_and_backward(name, case):
 def test_every_candidate_of_paged_attention_lowers(name):
     options = {"window": 500, "logits_soft_cap": 30.0, "sinks": array(32)}
     result = check_paged(name, options, compile=False)
+    assert all(entry.compiles for entry in result), str(result)
+    assert len(result) > 2
+
+
+@pytest.mark.parametrize("name", ["tpu-v5e", "cuda-sm80"])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(jnp.bfloat16, {"window": 500, "sinks": array(32)}), (jnp.int8, SCALES)],
+    ids=["bfloat16", "int8"],
+)
+def test_every_candidate_of_the_ragged_form_lowers(name, dtype, options):
+    result = check_ragged(name, dtype, options, compile=False)
     assert all(entry.compiles for entry in result), str(result)
     assert len(result) > 2
 
@@ -139,5 +164,13 @@ def test_flash_attention_compiles_forward_and_backward(name, case):
 @pytest.mark.parametrize("options", [{}, {"window": 500, "logits_soft_cap": 30.0}], ids=str)
 def test_paged_attention_compiles_and_does_not_copy_the_cache(name, options):
     result = check_paged(name, options)
+    assert all(entry.compiles for entry in result), str(result)
+    assert max(entry.temporary_bytes or 0 for entry in result) < 4096 * 16 * 8 * 128
+
+
+@every
+@pytest.mark.parametrize(("dtype", "options"), [(jnp.bfloat16, {}), (jnp.int8, SCALES)], ids=str)
+def test_the_ragged_form_compiles_and_does_not_copy_the_cache(name, dtype, options):
+    result = check_ragged(name, dtype, options)
     assert all(entry.compiles for entry in result), str(result)
     assert max(entry.temporary_bytes or 0 for entry in result) < 4096 * 16 * 8 * 128

@@ -1,4 +1,4 @@
-"""Paged attention as a kernel."""
+"""Attention over pages as kernels: of equal blocks of queries, and of packed ones."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from ejkernel.ops import Dimension, Invocation, Kernel, NearShapes, Partitioning
 from ejkernel.ops.core.work import Work
 
 from ..sizes import default_scale
-from .pallas_gpu import PALLAS_GPU
-from .pallas_tpu import PALLAS_TPU
-from .reference import paged_attention_reference
-from .xla import XLA
+from .native import CPP, RAGGED_CPP
+from .pallas_gpu import PALLAS_GPU, RAGGED_PALLAS_GPU
+from .pallas_tpu import PALLAS_TPU, RAGGED_PALLAS_TPU
+from .reference import LEARNED, paged_attention_reference, ragged_paged_attention_reference
+from .xla import RAGGED_XLA, XLA
 
 
 class PagedAttention(Kernel[Any, jax.Array]):
@@ -25,7 +26,7 @@ class PagedAttention(Kernel[Any, jax.Array]):
     `paged_attention_reference`. Use `ejkernel.modules.paged_attention`, which checks them.
     """
 
-    implementations = (PALLAS_TPU, PALLAS_GPU, XLA)
+    implementations = (PALLAS_TPU, PALLAS_GPU, CPP, XLA)
     reference = staticmethod(paged_attention_reference)
     partitioning = Partitioning(
         "b s (k g) d, n p k d, n p k e, b m, b -> b s (k g) e",
@@ -50,20 +51,7 @@ class PagedAttention(Kernel[Any, jax.Array]):
         self, inv: Invocation[Any, Any], key: jax.Array
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Sequences of all lengths up to the longest, and pages in any order."""
-        q, k_pages, v_pages, table, lengths = inv.args
-        keys = iter(jax.random.split(key, 8))
-
-        def normal(like: Any) -> jax.Array:
-            return jax.random.normal(next(keys), like.shape, like.dtype)
-
-        batch, per_sequence = table.shape
-        pages, page_size = k_pages.shape[:2]
-        order = jax.random.permutation(next(keys), max(pages, batch * per_sequence)) % pages
-        order = order[: batch * per_sequence].reshape(table.shape).astype(table.dtype)
-        used = jnp.asarray(_lengths(batch, per_sequence * page_size), lengths.dtype)
-        args = (*map(normal, (q, k_pages, v_pages)), order, used)
-        sinks = {n: normal(x) for n, x in inv.kwargs.items() if n == "sinks" and x is not None}
-        return args, {**inv.kwargs, **sinks}
+        return _made_inputs(inv, key)
 
     def work(self, inv: Invocation[Any, Any]) -> Work | None:
         """Both products with the keys and values of the pages in use, each of them read once."""
@@ -80,6 +68,74 @@ class PagedAttention(Kernel[Any, jax.Array]):
         read = k_pages.dtype.itemsize * kv_heads * features * used.sum()
         around = q.dtype.itemsize * q.size * (1 + v_pages.shape[3] / head_dim)
         return Work(flops, float(read + around))
+
+
+class RaggedPagedAttention(Kernel[Any, jax.Array]):
+    """Attention of packed tokens of many sequences whose keys and values are in pages.
+
+    Arguments are `q, k_pages, v_pages, page_table, lengths, query_starts`, keywords those of
+    `ragged_paged_attention_reference`. Use `ejkernel.modules.ragged_paged_attention`, which checks
+    them.
+    """
+
+    implementations = (RAGGED_PALLAS_TPU, RAGGED_PALLAS_GPU, RAGGED_CPP, RAGGED_XLA)
+    reference = staticmethod(ragged_paged_attention_reference)
+    near_shapes = NearShapes(
+        Dimension(argument=0, axis=0, rounding="nearest"),
+        Dimension(argument=(1, 2), axis=0, rounding="nearest"),
+        Dimension(argument=3, axis=1, rounding="nearest"),
+        within=4.0,
+    )
+
+    def partitioning(self, inv: Invocation[Any, Any]) -> Partitioning:
+        scales = {
+            name: " ".join("npk"[3 - array.ndim :]) if array.ndim != 2 else "n k"
+            for name in ("k_scale", "v_scale")
+            if (array := inv.kwargs.get(name)) is not None
+        }
+        return Partitioning(
+            "t (k g) d, n p k d, n p k e, s m, s, starts -> t (k g) e",
+            keywords={"sinks": "(k g)", **scales},
+            independent="k g",
+        )
+
+    def default_keywords(self, *args: Any) -> dict[str, Any]:
+        return default_scale("softmax_scale", *args)
+
+    def make_inputs(
+        self, inv: Invocation[Any, Any], key: jax.Array
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """One new token for most sequences, and what rows are left to a few prompts."""
+        args, keywords = _made_inputs(inv, key)
+        rows, sequences = inv.args[0].shape[0], args[4].shape[0]
+        # As many prompts as it takes that none is longer than its sequence.
+        counts = np.full(sequences, 1 if rows >= sequences else 0)
+        counts[: rows if rows < sequences else 0] = 1
+        for s, length in enumerate(np.asarray(args[4])):
+            counts[s] += max(0, min(int(length) - 1, rows - int(counts.sum())))
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        return (*args, jnp.asarray(starts, inv.args[5].dtype)), keywords
+
+
+def _made_inputs(
+    inv: Invocation[Any, Any], key: jax.Array
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    q, k_pages, v_pages, table, lengths = inv.args[:5]
+    keys = iter(jax.random.split(key, 8))
+
+    def normal(like: Any) -> jax.Array:
+        drawn = jax.random.normal(next(keys), like.shape, jnp.float32)
+        is_integer = jnp.issubdtype(like.dtype, jnp.integer)
+        return (32 * drawn if is_integer else drawn).astype(like.dtype)
+
+    batch, per_sequence = table.shape
+    pages, page_size = k_pages.shape[:2]
+    order = jax.random.permutation(next(keys), max(pages, batch * per_sequence)) % pages
+    order = order[: batch * per_sequence].reshape(table.shape).astype(table.dtype)
+    used = jnp.asarray(_lengths(batch, per_sequence * page_size), lengths.dtype)
+    args = (*map(normal, (q, k_pages, v_pages)), order, used)
+    learned = {n: normal(x) for n, x in inv.kwargs.items() if n in LEARNED and x is not None}
+    return args, {**inv.kwargs, **learned}
 
 
 def _lengths(batch: int, longest: int) -> Any:

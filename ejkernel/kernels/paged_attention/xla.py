@@ -23,7 +23,8 @@ from ..dtypes import accumulation_dtype
 from ..limits import COUNT
 from ..slicing import take_in_dim, take_rows
 from .arguments import Arguments, hidden_score, lowest_maximum
-from .reference import implementation
+from .ragged import block_q_for, in_blocks
+from .reference import implementation, ragged_implementation
 
 _GATHERED_AT_ONCE = 2**20  # bytes of keys, in float32
 
@@ -72,7 +73,32 @@ class PagedAttentionXlaConfig:
         return [cls(pages) for pages in (*steps, *all_of_them)]
 
 
-def attend(call: Arguments, cfg: PagedAttentionXlaConfig) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class RaggedPagedAttentionXlaConfig:
+    """How many queries of a prompt, and how many pages, are worked on at a time."""
+
+    block_q: Annotated[int, COUNT] = 64
+    pages_per_step: Annotated[int, COUNT] = 4
+
+    @classmethod
+    def heuristic(cls, inv: Invocation[Any, Any]) -> RaggedPagedAttentionXlaConfig:
+        """Steps of about 64 keys; single tokens alone read a page at a time, where it lies."""
+        q, k_pages, _, table = inv.args[:4]
+        block_q = block_q_for(q.shape[0], table.shape[0], 64)
+        pages = 1 if block_q == 1 else max(1, 64 // k_pages.shape[1])
+        return cls(block_q, min(pages, table.shape[1]))
+
+    @classmethod
+    def space(cls, inv: Invocation[Any, Any]) -> list[RaggedPagedAttentionXlaConfig]:
+        rows, per_sequence = inv.args[0].shape[0], inv.args[3].shape[1]
+        blocks = [1] if rows <= inv.args[3].shape[0] else [min(b, rows) for b in (16, 64, 256)]
+        steps = dict.fromkeys(min(pages, per_sequence) for pages in (1, 4, 16))
+        return [cls(block_q, pages) for block_q in dict.fromkeys(blocks) for pages in steps]
+
+
+def attend(
+    call: Arguments, cfg: PagedAttentionXlaConfig | RaggedPagedAttentionXlaConfig
+) -> jax.Array:
     """What `paged_attention_reference` gives."""
     k_pages, v_pages, lengths = call.k_pages, call.v_pages, call.lengths
     (batch, tokens, heads, _), (_, page_size, kv_heads, _) = call.q.shape, k_pages.shape
@@ -85,48 +111,60 @@ def attend(call: Arguments, cfg: PagedAttentionXlaConfig) -> jax.Array:
     token = jnp.arange(tokens * group, dtype=jnp.int32) // group
     sink = None if (sinks := call.sink_rows()) is None else sinks[..., None]
 
-    def tile(cache: jax.Array, numbers: jax.Array) -> jax.Array:
-        found = take_in_dim(cache, numbers[0], 1) if step == 1 else take_rows(cache, numbers)
-        return found.reshape(keys, *cache.shape[2:]).astype(wide)
+    def taken(cache: jax.Array, numbers: jax.Array) -> jax.Array:
+        return take_in_dim(cache, numbers[0], 1) if step == 1 else take_rows(cache, numbers)
 
-    def only_seen(values: jax.Array, first: Any, length: jax.Array) -> jax.Array:
-        """Zeros for keys that no query sees: there may be NaN, which no weight would hide."""
+    def tile(cache: jax.Array, scale: jax.Array | None, numbers: jax.Array) -> jax.Array:
+        found = taken(cache, numbers).astype(wide)
+        if scale is not None:
+            factor = scale if scale.ndim == 1 else taken(scale, numbers)
+            factor = factor[:, None] if scale.ndim == 2 else factor
+            found = found * factor.astype(wide)[..., None]
+        return found.reshape(keys, *cache.shape[2:])
+
+    def k_tile(numbers: jax.Array) -> jax.Array:
+        return tile(k_pages, call.k_scale, numbers)
+
+    def v_tile(numbers: jax.Array, first: Any, at: jax.Array | None) -> jax.Array:
+        """With zeros where no query sees a key: there may be NaN, which no weight would hide."""
+        values = tile(v_pages, call.v_scale, numbers)
+        if at is None:
+            return values
         key = first + jnp.arange(keys, dtype=jnp.int32)
-        return jnp.where(call.seen(key, length)[:, None, None], values, 0.0)
+        return jnp.where(call.seen(key, *at)[:, None, None], values, 0.0)
 
-    def scores(q_rows: jax.Array, k_tile: jax.Array, first: Any, length: jax.Array) -> jax.Array:
+    def scores(q_rows: jax.Array, k: jax.Array, first: Any, at: jax.Array) -> jax.Array:
         """Of the keys from position `first` on; a finite number where a key is not seen."""
-        found = call.capped(jnp.einsum("hrd,khd->hrk", q_rows, k_tile))
+        length, end = at
+        found = call.capped(jnp.einsum("hrd,khd->hrk", q_rows, k))
         key = first + jnp.arange(keys, dtype=jnp.int32)
-        position = (length - tokens + token)[:, None]
-        return jnp.where(call.visible(key, position), found, hidden_score(wide))
+        position = (end - tokens + token)[:, None]
+        return jnp.where(call.visible(key, position, length), found, hidden_score(wide))
 
-    def attend_at_once(q_rows: jax.Array, numbers: jax.Array, length: jax.Array) -> jax.Array:
-        found = scores(q_rows, tile(k_pages, numbers), 0, length)
-        values = only_seen(tile(v_pages, numbers), 0, length)
-        return _Softmax.start(q_rows, value_dim).add(found, values).finish(sink)
+    def attend_at_once(q_rows: jax.Array, numbers: jax.Array, at: jax.Array) -> jax.Array:
+        found = scores(q_rows, k_tile(numbers), 0, at)
+        return _Softmax.start(q_rows, value_dim).add(found, v_tile(numbers, 0, at)).finish(sink)
 
-    def attend_in_steps(sequence: jax.Array) -> jax.Array:
-        length, q_rows = lengths[sequence], rows[sequence]
+    def attend_in_steps(block: jax.Array) -> jax.Array:
+        (length, end), q_rows = spans[block], rows[block]
 
         def add_pages(j: jax.Array, softmax: _Softmax, *, last: bool = False) -> _Softmax:
-            numbers = lax.dynamic_slice_in_dim(table[sequence], j * step, step)
-            values = tile(v_pages, numbers)
+            numbers = lax.dynamic_slice_in_dim(table[block], j * step, step)
             # Before its end a sequence's page holds its own values. Of several pages, some may have
             # been given to other sequences: those behind a window.
-            if last or step > 1:
-                values = only_seen(values, j * keys, length)
-            return softmax.add(scores(q_rows, tile(k_pages, numbers), j * keys, length), values)
+            values = v_tile(numbers, j * keys, spans[block] if last or step > 1 else None)
+            return softmax.add(scores(q_rows, k_tile(numbers), j * keys, spans[block]), values)
 
-        first = call.first_block(length, keys)
+        first = call.first_block(end, keys)
         last = jnp.maximum(length - 1, 0) // keys
         start = _Softmax.start(q_rows, value_dim)
         met: _Softmax = lax.fori_loop(first, last, add_pages, start)
         return add_pages(last, met, last=True).finish(sink)
 
+    spans = jnp.stack([lengths, call.ends], axis=1)
     out: jax.Array
     if table.shape[1] == step:
-        out = jax.vmap(attend_at_once)(rows, table, lengths)
+        out = jax.vmap(attend_at_once)(rows, table, spans)
     else:
         out = lax.map(attend_in_steps, jnp.arange(batch, dtype=jnp.int32))
     return call.from_rows(out)
@@ -165,3 +203,6 @@ class _Softmax(NamedTuple):
 
 
 XLA = implementation(attend, name="xla", config=PagedAttentionXlaConfig)
+RAGGED_XLA = ragged_implementation(
+    in_blocks(attend), name="xla", config=RaggedPagedAttentionXlaConfig
+)

@@ -15,7 +15,7 @@
 
 namespace ejkernel {
 
-enum class Type { float32, bfloat16, float16, int32, boolean, other };
+enum class Type { float32, bfloat16, float16, int8, float8_e4m3, float8_e5m2, int32, boolean, other };
 
 struct Array {
   Type type;
@@ -99,6 +99,9 @@ class Call {
       case XLA_FFI_DataType_F32: return Type::float32;
       case XLA_FFI_DataType_BF16: return Type::bfloat16;
       case XLA_FFI_DataType_F16: return Type::float16;
+      case XLA_FFI_DataType_S8: return Type::int8;
+      case XLA_FFI_DataType_F8E4M3FN: return Type::float8_e4m3;
+      case XLA_FFI_DataType_F8E5M2: return Type::float8_e5m2;
       case XLA_FFI_DataType_S32: return Type::int32;
       case XLA_FFI_DataType_PRED: return Type::boolean;
       default: return Type::other;

@@ -1,4 +1,4 @@
-// Rows of float32, bfloat16 and float16 numbers from and to float32.
+// Rows of numbers from and to float32: of floating types of 8 to 32 bits, and of int8.
 #ifndef EJKERNEL_NUMBERS_H_
 #define EJKERNEL_NUMBERS_H_
 
@@ -27,14 +27,25 @@ EJ_INLINE uint16_t to_bfloat16(float x) {
   return x == x ? rounded : uint32_t(0x7fc0);
 }
 
+// XLA's threads take subnormal numbers for zero: those of short types are made of integers.
 EJ_INLINE float from_float16(uint16_t x) {
-  uint32_t magnitude = uint32_t(x & 0x7fff) << 13;
-  // Multiplying by 2^112 moves the exponent's bias and makes numbers of the subnormal ones.
-  float value = from_bits(magnitude) * from_bits(uint32_t(254 - 15) << 23);
-  uint32_t bits = bits_of(value);
-  bits = magnitude >= 0x0f800000 ? bits | 0x7f800000 : bits;  // infinity and NaN
+  const uint32_t magnitude = x & 0x7fff;
+  uint32_t bits = (magnitude << 13) + (uint32_t(127 - 15) << 23);
+  bits = magnitude >= 0x7c00 ? bits | 0x7f800000 : bits;  // infinity and NaN
+  bits = magnitude < 0x400 ? bits_of(float(int32_t(magnitude)) * 0x1p-24f) : bits;
   return from_bits(bits | uint32_t(x & 0x8000) << 16);
 }
+
+// Numbers of 8 bits as JAX has them: e4m3fn without infinities, e5m2 as the upper half of a float16.
+EJ_INLINE float from_e4m3(uint8_t x) {
+  const uint32_t magnitude = x & 0x7f;
+  uint32_t bits = (magnitude << 20) + (uint32_t(127 - 7) << 23);
+  bits = magnitude == 0x7f ? 0x7fc00000 : bits;
+  bits = magnitude < 8 ? bits_of(float(int32_t(magnitude)) * 0x1p-9f) : bits;
+  return from_bits(bits | uint32_t(x & 0x80) << 24);
+}
+
+EJ_INLINE float from_e5m2(uint8_t x) { return from_float16(uint16_t(x << 8)); }
 
 EJ_INLINE uint16_t to_float16(float x) {
   uint32_t bits = bits_of(x), sign = (bits >> 16) & 0x8000;
@@ -53,7 +64,15 @@ inline bool is_floating(Type type) {
   return type == Type::float32 || type == Type::bfloat16 || type == Type::float16;
 }
 
-inline long bytes_of(Type type) { return type == Type::float32 ? 4 : 2; }
+// What may be read as a row of floating numbers.
+inline bool is_readable(Type type) {
+  return is_floating(type) || type == Type::int8 || type == Type::float8_e4m3 ||
+         type == Type::float8_e5m2;
+}
+
+inline long bytes_of(Type type) {
+  return type == Type::float32 ? 4 : type == Type::bfloat16 || type == Type::float16 ? 2 : 1;
+}
 
 // Rows lie pages apart, where no processor looks ahead by itself.
 EJ_INLINE void fetch_row(const void* from, Type type, long first, long length) {
@@ -67,6 +86,16 @@ __attribute__((noinline)) inline void read_row(float* to, const void* from, Type
   if (type == Type::float32) {
     const float* row = static_cast<const float*>(from) + first;
     for (long i = 0; i < length; i++) to[i] = factor * row[i];
+    return;
+  }
+  if (bytes_of(type) == 1) {
+    const uint8_t* row = static_cast<const uint8_t*>(from) + first;
+    if (type == Type::int8)
+      for (long i = 0; i < length; i++) to[i] = factor * float(int8_t(row[i]));
+    else if (type == Type::float8_e4m3)
+      for (long i = 0; i < length; i++) to[i] = factor * from_e4m3(row[i]);
+    else
+      for (long i = 0; i < length; i++) to[i] = factor * from_e5m2(row[i]);
     return;
   }
   const uint16_t* row = static_cast<const uint16_t*>(from) + first;

@@ -68,6 +68,27 @@ EJ_INLINE ivec counting() {
   return value;
 }
 
+// Bytes as integers. GCC takes vectors of less than 16 bytes apart, number by number, unless it is told
+// the instruction.
+EJ_INLINE ivec widen(const int8_t* from) {
+#if defined(__AVX512F__) && !defined(__clang__)
+  typedef char chars __attribute__((vector_size(16)));
+  chars x;
+  memcpy(&x, from, sizeof x);
+  return (ivec)__builtin_ia32_pmovsxbd512_mask(x, ivec{}, -1);
+#elif defined(__AVX2__) && !defined(__clang__)
+  typedef char chars __attribute__((vector_size(16)));
+  typedef long long pair __attribute__((vector_size(16)));
+  long long x;
+  memcpy(&x, from, sizeof x);
+  return (ivec)__builtin_ia32_pmovsxbd256((chars)pair{x, 0});
+#else
+  bytes x;
+  memcpy(&x, from, sizeof x);
+  return __builtin_convertvector(x, ivec);
+#endif
+}
+
 // The first and the second halves of a and b, their numbers alternating.
 template <int... I>
 struct Zip {
@@ -103,6 +124,15 @@ EJ_INLINE void transpose(vec (&x)[LANES]) {
     }
     EJ_UNROLL for (int i = 0; i < LANES; i++) x[i] = y[i];
   }
+}
+
+// The sum of vector i becomes number i: what is left of `transpose` if halves are added on the way.
+EJ_INLINE vec sums_of(vec (&x)[LANES]) {
+  typedef ZipOf<LANES> zip;
+  EJ_UNROLL for (int half = LANES / 2; half > 0; half /= 2)
+    EJ_UNROLL for (int i = 0; i < half; i++)
+      x[i] = zip::first(x[i], x[i + half]) + zip::second(x[i], x[i + half]);
+  return x[0];
 }
 
 // 2^x for x < 127.5, relative error 1.7e-7, exactly 1 for 0; exactly zero below -126.5, NaN for NaN.

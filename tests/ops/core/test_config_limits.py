@@ -107,6 +107,15 @@ def big(name):
             ],
             {},
         ),
+        "ragged_paged_attention": (
+            [
+                shape(2048, 32, 128),
+                *[shape(9000, 16, 8, 128)] * 2,
+                *[shape(64, *more, **integers) for more in ((256,), ())],
+                shape(65, **integers),
+            ],
+            {},
+        ),
         "grouped_matmul": ([shape(65536, 4096), shape(8, 4096, 14336), shape(8, **integers)], {}),
         "rms_norm": ([shape(4, 8192, 8192), shape(8192)], {}),
         "layer_norm": ([shape(4, 8192, 8192), shape(8192)], {}),

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.native.calling import call_handler
+
 from ...promotion import usual_promotion
 from ..options import Options
 from ..passes import Gradients, Results
@@ -33,7 +35,7 @@ def forward(
     dtype = q.dtype
     q, k, v = _of_one_dtype(q, k, v)
     batch, q_len, heads, _ = q.shape
-    out, lse = _call(
+    out, lse = call_handler(
         FORWARD,
         (((batch, q_len, heads, v.shape[-1]), q.dtype), ((batch, heads, q_len), jnp.float32)),
         (q, k, v, *_of_scores(options)),
@@ -59,7 +61,7 @@ def backward(results: Results, options: Options, **blocks: int) -> Gradients:
         _optional(dlse, jnp.float32),
     )
     by_row = (0,) if options.sinks is None else lse.shape
-    dq, dk, dv, dsinks = _call(
+    dq, dk, dv, dsinks = call_handler(
         BACKWARD,
         (*((x.shape, x.dtype) for x in (q, k, v)), (by_row, jnp.float32)),
         operands,
@@ -67,31 +69,6 @@ def backward(results: Results, options: Options, **blocks: int) -> Gradients:
     )
     named = {} if options.sinks is None else {"sinks": jnp.sum(dsinks, axis=(0, 2))}
     return Gradients(dq, dk, dv, named)
-
-
-def _call(
-    name: str,
-    results: tuple[tuple[tuple[int, ...], Any], ...],
-    operands: tuple[jax.Array, ...],
-    attributes: dict[str, Any],
-) -> Any:
-    types = [jax.typeof(operand) for operand in operands]
-    varying = frozenset[str]().union(*(x.manual_axis_type.varying for x in types))
-    more: dict[str, Any] = {}
-    if varying:
-        # Inside `shard_map`: what is the same on all devices is brought to the type of the rest.
-        operands = tuple(
-            jax.lax.pcast(x, tuple(varying - t.manual_axis_type.varying), to="varying")
-            if varying != t.manual_axis_type.varying
-            else x
-            for x, t in zip(operands, types, strict=True)
-        )
-        like = jax.typeof(operands[0])
-        everywhere = jax.sharding.NamedSharding(like.sharding.mesh, jax.sharding.PartitionSpec())
-        more = {"sharding": everywhere, "manual_axis_type": like.manual_axis_type}
-    shapes = tuple(jax.ShapeDtypeStruct(shape, dtype, **more) for shape, dtype in results)
-    # The handlers take any number of leading axes as the batch.
-    return jax.ffi.ffi_call(name, shapes, vmap_method="broadcast_all")(*operands, **attributes)
 
 
 def _of_one_dtype(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:

@@ -21,7 +21,7 @@ class Forward {
         block_q_(round_up(least(least(block_q, MOST_STRIPS * ROWS), p.rows()), ROWS)),
         block_k_(round_up(least(least(block_k, Scores::MOST_KEYS), p.k_len), COLUMNS)) {}
 
-  Array out, lse;
+  Array out, lse;  // the latter without data if nobody wants it
 
   // --- memory, in numbers: for every head its keys, its values and its queries ---
   long packed_keys() const { return p.padded_keys * p.dim; }
@@ -129,8 +129,9 @@ class Forward {
   void pack_keys(float* keys, float* scratch, long b, long h, long key) const {
     const long end = least(p.k_len, key + COLUMNS);
     float* values = keys + packed_keys();
-    Rows v = p.key_rows(p.v, b, h, p.value_dim);
-    pack_transposed(keys + key * p.dim, p.key_rows(p.k, b, h, p.dim), key, end, scratch);
+    Rows v = p.key_rows(p.v, b, h, p.value_dim, p.v_paging);
+    const Rows k = p.key_rows(p.k, b, h, p.dim, p.k_paging);
+    pack_transposed(keys + key * p.dim, k, key, end, scratch);
     if (p.may_hide()) {
       // Zero times NaN would be NaN in rows that do not see the key. Those that do see it get NaN
       // through its score.
@@ -272,7 +273,7 @@ class Forward {
     const Rows rows = p.query_rows(out, b, h, p.value_dim);
     rows.fetch(row + 8);
     write_row(out.data, out.type, rows.at(row), p.value_dim, sums, total == 0 ? 0 : shrink / total);
-    static_cast<float*>(lse.data)[p.lse_at(b, h, row)] =
+    if (lse.data) static_cast<float*>(lse.data)[p.lse_at(b, h, row)] =
         total == 0 ? -INFINITE : (p.unit == 1 ? reference : reference * LN_2) + __builtin_logf(total);
   }
 

@@ -35,6 +35,8 @@ struct Problem {
   // else of a score, and what it leaves depends on the unit: with one, scores are what users know.
   float unit, to_log2;
   Array q, k, v;
+  Paging k_paging, v_paging;  // of one sequence whose keys lie in pages
+  long offset = 0;            // the position of the first query
   const int32_t *q_lengths, *kv_lengths, *q_segments, *k_segments;  // or null
   const float* sinks = nullptr;                                     // or null
   long sinks_same_for = 1;  // examples that follow each other and have the same
@@ -54,8 +56,10 @@ struct Problem {
   Rows query_rows(const Array& x, long b, long h, long width) const {
     return {x.data, x.type, width, (b * q_len * heads + h * group) * width, heads * width, group};
   }
-  Rows key_rows(const Array& x, long b, long h, long width) const {
-    return {x.data, x.type, width, (b * k_len * kv_heads + h) * width, kv_heads * width, 1};
+  Rows key_rows(const Array& x, long b, long h, long width, const Paging& paging = {}) const {
+    Rows rows{x.data, x.type, width, (b * k_len * kv_heads + h) * width, kv_heads * width, 1};
+    if (paging.table) rows.paging = &paging, rows.head = h;
+    return rows;
   }
   long lse_at(long b, long h, long row) const {
     return (b * heads + h * group + row % group) * q_len + row / group;
@@ -73,8 +77,8 @@ struct Problem {
   long keys_of(long b) const { return kv_lengths ? most(0, least(k_len, kv_lengths[b])) : k_len; }
 
   Seen seen(long b, long row) const {
-    const long i = row / group;
-    if (i >= queries_of(b)) return {0, 0};
+    const long i = row / group + offset;
+    if (row / group >= queries_of(b)) return {0, 0};
     long begin = left >= 0 ? most(0, i - left) : 0;
     long end = keys_of(b);
     if (causal) end = least(end, i + 1);

@@ -97,6 +97,20 @@ struct Tile {
 
 // --- layouts ------------------------------------------------------------------------------------
 
+// Where the keys or the values of a sequence are if they lie in pages: key r in row r % size of page
+// number table[r / size], and what it is multiplied by.
+struct Paging {
+  const int32_t* table = nullptr;  // null: they lie one after the other
+  long size = 1, keys = 0;
+  const float* scale = nullptr;  // of the first head, or null
+  long scale_page = 0, scale_slot = 0;
+
+  long slot(long r) const { return table[r / size] * size + r % size; }
+  float factor(long r, long head) const {
+    return scale ? scale[table[r / size] * scale_page + r % size * scale_slot + head] : 1;
+  }
+};
+
 // The rows of one matrix among the arrays of a call: row r begins at number `at(r)`.
 struct Rows {
   const void* data;
@@ -107,11 +121,17 @@ struct Rows {
   long group;         // rows of one query lie behind each other
   bool clean = false;               // zero instead of what is not finite
   const float* factors = nullptr;   // of each row, if not null; a row with 0 is zero, whatever it holds
+  const Paging* paging = nullptr;   // if rows lie in pages
+  long head = 0;                    // whose rows these are then
 
-  long at(long r) const { return first + r / group * query_stride + r % group * width; }
+  long at(long r) const {
+    if (paging) return first + paging->slot(r) * query_stride;
+    return first + r / group * query_stride + r % group * width;
+  }
   void read(float* to, long r, float factor = 1) const {
     fetch(r + 8);
     if (factors) factor *= factors[r];
+    if (paging) factor *= paging->factor(r, head);
     if (factor == 0) {
       memset(to, 0, width * sizeof(float));
       return;
@@ -120,7 +140,9 @@ struct Rows {
     if (clean) clean_row(to, width);
   }
   // Also of rows that do not exist: nothing is read.
-  void fetch(long r) const { fetch_row(data, type, at(r), width); }
+  void fetch(long r) const {
+    if (!paging || r < paging->keys) fetch_row(data, type, at(r), width);
+  }
 };
 
 // to[d * stride + c] = from[c * width + d] for c < COUNT, d < width: a matrix of COUNT rows, turned.
