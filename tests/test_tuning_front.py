@@ -444,3 +444,13 @@ def test_the_default_executor_of_somebody_else_gets_it():
     tune(fast_is_found, X, quiet=True)
     assert mine.choose_config(fast_is_found, X) == Repeats(FAST)
     assert isinstance(mine.selector.tuner, Tuner)
+
+
+def test_the_run_is_listed_where_reports_and_the_dashboard_look():
+    from ejkernel.report.runs import load_record, record_names
+
+    tune(fast_is_found, X, save=False)
+    assert record_names() == []
+    result = tune(fast_is_found, X)
+    (name,) = record_names()
+    assert load_record(name).operations[0].op_id == result.run.operations[0].op_id

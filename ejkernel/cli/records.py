@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import pathlib
-import re
 import shlex
 import sys
 from typing import TYPE_CHECKING, Any
@@ -41,59 +39,20 @@ def _without_password(arguments: list[str]) -> list[str]:
     return shown
 
 
-def runs_folder() -> pathlib.Path:
-    """Where records go unless a file is named, and where `ejkernel report` finds the newest."""
-    from ..ops.utils import environment
-
-    return environment.cache_folder("runs")
-
-
-def save_record(run: Run, title: str, given: str | None) -> pathlib.Path | None:
+def save_record(run: Run, given: str | None) -> pathlib.Path | None:
     """Write the record of a run: to the file that was given, else to a new one in `runs_folder`.
 
     The run is over and its configs are stored: without such a folder, a note says why, and None.
     """
     if given is not None:
         return run.save(given)
-    from ..store.private import PrivateFolder
+    from ..report.runs import save_run
 
-    # Names sort by time.
-    moment = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%S")
-    slug = re.sub(r"[^A-Za-z0-9]+", "-", title).strip("-")[-60:]
-    name = f"{moment}-{slug}.json"
     try:
-        with PrivateFolder.open(runs_folder(), create=True) as folder:
-            folder.write(name, run.dumps().encode())
-            return folder.path / name
+        return save_run(run)
     except OSError as error:
         note(f"the record of the run is not stored: {os_reason(error)} (--record FILE)")
         return None
-
-
-def record_names() -> list[str]:
-    """The records of earlier runs in `runs_folder`, the newest last."""
-    from ..store.private import PrivateFolder
-
-    try:
-        with PrivateFolder.open(runs_folder()) as folder:
-            return [name for name in folder.names() if name.endswith(".json")]
-    except FileNotFoundError:
-        return []
-
-
-def load_record(name: str) -> Run:
-    """One of `record_names`; a `NotARun` error if it is none, or not this user's own."""
-    from ..report import NotARun, Run
-    from ..store.private import PrivateFolder
-
-    file = runs_folder() / name
-    try:
-        with PrivateFolder.open(file.parent) as folder:
-            data = folder.read(name)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise NotARun(f"{file} cannot be read: {reason}") from error
-    return Run.loads(data, str(file))
 
 
 def answer(

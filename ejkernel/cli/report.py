@@ -10,10 +10,10 @@ from ..formatting import counted
 from ..markup import one_line
 from ..report import FORMATS, Diff, NotARun, Run, render
 from ..report import write as write_report
+from ..report.runs import load_record, record_names, runs_folder
 from . import options
 from .exits import Failure
 from .output import State, table, write
-from .records import load_record, record_names, runs_folder
 from .stores import open_place
 
 

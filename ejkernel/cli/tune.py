@@ -193,7 +193,7 @@ def tune(
         interrupted, result = True, error.result
         end_line()
     run = result.run
-    file = save_record(run, title, record)
+    file = save_record(run, record)
     if page is not None:
         write_report(run, page)
     answer(state, run, store, file, page, total, interrupted)

@@ -10,11 +10,11 @@ import urllib.parse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..cli.records import load_record, record_names, runs_folder
 from ..ops.tuner.progress_file import TuningProgress, running
 from ..ops.utils.fingerprint import short_hash
 from ..report import NotARun, Run
 from ..report.formatting import Finding, headline
+from ..report.runs import load_record, record_names, runs_folder
 
 if TYPE_CHECKING:
     from ..ops import PersistentCache

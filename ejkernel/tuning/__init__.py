@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..ops.config.persistent import PersistentCache
 from ..ops.execution.whole_function import WholeFunction
+from ..ops.utils.display import show
+from ..report.runs import save_run
 from .pipeline import Interrupted, NothingToTune, Order, labelled_calls, tune_calls
 from .result import TuningResult
 
 if TYPE_CHECKING:
     from ..ops.tuner.search.effort import Effort
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["Interrupted", "NothingToTune", "TuningResult", "tune"]
 
@@ -57,7 +62,8 @@ def tune(
         on.
       isolation: `"process"` runs candidates where they may crash or hang.
       against: the same function in plain JAX: its outputs are compared, then it is timed with ours.
-      save: write what was learned to the store. False: it is in force here, and nothing on disk.
+      save: write what was learned to the store, and the record of the run where `ejkernel report`
+        finds it. False: it is in force here, and nothing on disk.
       force: measure again what the store knows; its entry is replaced when that is finished.
       store: another store than the usual one.
       progress: show a progress bar; default: in a terminal and in a notebook.
@@ -82,9 +88,19 @@ def tune(
         whole=whole,
         against=None if against is None else WholeFunction(against, args, kwargs),
     )
+    if save:
+        _save_record(result)
     if not quiet:
-        print(result)
+        show(result)
     return result
+
+
+def _save_record(result: TuningResult) -> None:
+    """So that `ejkernel report` and the dashboard list the run, as they do those of the command."""
+    try:
+        save_run(result.run)
+    except OSError as error:
+        logger.warning("ejkernel: the record of the run is not stored: %s", error)
 
 
 def _check_function(name: str, given: Any) -> None:

@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.parse
 
-from ejkernel.cli.records import runs_folder
+from ejkernel.report.runs import runs_folder
 
 SECONDS = 30.0
 

@@ -16,9 +16,9 @@ from dashboards import put_record, wait_for
 from sample_runs import HOSTILE, hostile_run, plain_run
 
 from ejkernel.cli import run
-from ejkernel.cli.records import runs_folder
 from ejkernel.ops import PersistentCache
 from ejkernel.report import Run
+from ejkernel.report.runs import runs_folder
 
 TOKEN = "a-token-of-a-test-0123456789"
 

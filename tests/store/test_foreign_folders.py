@@ -189,7 +189,7 @@ def use(cache):
     alive.append(journal.about_to_run("k", "c"))
     alive[-1].__enter__()
     assert journal.culprits() == []
-    assert save_record(Run("t", "d", "now"), "t", None)
+    assert save_record(Run("t", "d", "now"), None)
     assert building.build_library(library) == building.find(library)
     assert PersistentCache().get("key") == {"a": 1}
 
@@ -306,9 +306,10 @@ def test_a_journal_of_somebody_else_is_left_alone(anywhere):
 
 def test_records_of_others_are_not_shown(monkeypatch, tmp_path, capsys):
     from ejkernel.cli import run
-    from ejkernel.cli.records import record_names, runs_folder, save_record
+    from ejkernel.cli.records import save_record
+    from ejkernel.report.runs import record_names, runs_folder
 
-    mine = save_record(Run("mine", "cpu", "2026"), "mine", None)
+    mine = save_record(Run("mine", "cpu", "2026"), None)
     assert record_names() == [mine.name]
     planted = runs_folder() / "9999-planted.json"
     planted.write_text(Run("planted", "cpu", "2026").dumps())
@@ -324,7 +325,7 @@ def test_records_of_others_are_not_shown(monkeypatch, tmp_path, capsys):
     os.chown(runs_folder(), ALICE, ALICE)
     assert run(["report", "--list"]) == 3
     assert "is not used" in capsys.readouterr().err
-    assert save_record(Run("mine", "cpu", "2026"), "mine", None) is None
+    assert save_record(Run("mine", "cpu", "2026"), None) is None
     assert "the record of the run is not stored" in capsys.readouterr().err
 
 
