@@ -33,8 +33,9 @@ def update_pages(
       v_pages: values, `(pages, page_size, kv_heads, value_dim)`.
       k: new keys, `(tokens, kv_heads, head_dim)`, packed as the queries are.
       v: new values, `(tokens, kv_heads, value_dim)`.
-      page_table, lengths, query_starts: as in `ragged_paged_attention`; `lengths` counts the new
-        tokens.
+      page_table: as in `ragged_paged_attention`.
+      lengths: as there: of each sequence, its new tokens included.
+      query_starts: as there.
       k_scale: for keys of int8 or float8. With a scale per token and head,
         `(pages, page_size, kv_heads)`, each new token's is what makes its largest number fit, and
         is written with it. Scales per head, or per page and head, are the user's: numbers that they
