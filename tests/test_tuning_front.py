@@ -28,7 +28,7 @@ from front_kernels import (
 import ejkernel
 from ejkernel.ops import Executor, PersistentCache, Tuner, default_executor, set_default_executor
 from ejkernel.report import BeforeAfter, Gain, Run, render, summary
-from ejkernel.report.before_after import is_settled
+from ejkernel.report.before_after import MOST_ROUNDS, is_settled
 from ejkernel.tuning import NothingToTune
 
 X = jnp.ones((4, 4))
@@ -280,6 +280,36 @@ def test_something_else_is_not_compared_with(other, said):
     result = tune(fast_is_found.__call__, X, against=other, quiet=True)
     assert result.run.plain is None
     assert any(said in note for note in result.run.notes)
+
+
+def raises(x):
+    raise RuntimeError("boom")
+
+
+def test_a_plain_version_that_raises_does_not_hide_a_slower_model():
+    result = tune(misled, X, against=raises, quiet=True)
+    assert "not compared with plain JAX: raises raised RuntimeError: boom" in result.run.notes
+    assert result.run.rejected
+    assert not result.in_force
+
+
+def test_the_limit_that_ended_a_comparison_is_the_one_that_is_named(monkeypatch):
+    monkeypatch.setattr("ejkernel.tuning.whole_model.is_settled", lambda gain, rounds: False)
+    result = tune(lambda x: fast_is_found(x).sum(), X, quiet=True)
+    assert len(result.run.model.after) == MOST_ROUNDS
+    (note,) = (note for note in result.run.notes if "ended at its limit" in note)
+    assert f"its limit of {MOST_ROUNDS} rounds:" in note
+
+
+def test_what_could_not_be_stored_is_said(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "file" / "below"))
+        with pytest.warns(RuntimeWarning, match="journal"):
+            result = tune(fast_is_found, X)
+    assert result.not_stored == ("fast_is_found@v1",)
+    said = "tuned, but not stored: fast_is_found@v1"
+    assert said in capsys.readouterr().out
 
 
 def compared(baseline, times, low, high):

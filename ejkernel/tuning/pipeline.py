@@ -157,6 +157,9 @@ def tune_calls(
         notes.insert(0, f"slower with the tuned configs: they are not put in force{stored}")
     elif order.save:
         result.not_stored = _not_stored(found, order.store, keys)
+        if result.not_stored:
+            missing = ", ".join(dict.fromkeys(result.not_stored))
+            notes.append(f"tuned, but not stored: {missing}")
     counts = None if whole is None else whole.count_calls()
     result.run = record(
         result, seconds=took, notes=notes, comparison=comparison, counts=counts or {}
