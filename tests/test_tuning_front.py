@@ -195,6 +195,27 @@ def test_calls_shares_and_limits_are_known():
     assert "4 calls" in render(result.run, "html")
 
 
+def test_of_a_loop_of_unknown_length_no_calls_are_claimed():
+    def model(x):
+        def body(state):
+            return state[0] + 1, fast_is_found(state[1])
+
+        return jax.lax.while_loop(lambda state: state[0] < 3, body, (0, x))[1] + fast_is_found(x)
+
+    result = tune(model, X, quiet=True)
+    (operation,) = result.run.operations
+    assert result.run.step_seconds > 0
+    assert (operation.calls, operation.share, operation.most_gain) == (None, None, None)
+    assert "at most" not in str(result)
+
+
+def test_a_report_does_not_say_that_a_model_was_not_run_that_was():
+    result = tune(slow_is_best, X, quiet=True)
+    for page in (render(result.run, "html"), render(result.run, "md")):
+        assert "was not run" not in page
+        assert "it was not compared" in page
+
+
 def test_default_configs_that_are_best_are_not_compared(capsys):
     result = tune(slow_is_best, X)
     assert result.run.model is None
