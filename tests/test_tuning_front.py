@@ -458,6 +458,33 @@ def test_code_can_be_pasted(kernel):
     assert f"{kernel.op_id}(..., {given})" in code
 
 
+def of_somebody_else(x, *, times=SLOW):
+    return repeated(x, times)
+
+
+renamed = ejkernel.tunable(of_somebody_else, times=[SLOW, FAST], name="mine/renamed-it")
+
+
+def test_code_names_the_variable_that_holds_the_function_of_somebody_else():
+    text = tune(renamed, X, quiet=True).code()
+    assert f"from {__name__} import renamed\n" in text
+    names = {}
+    exec(text, names)
+    assert list(names["TUNED"].values()) == [renamed.best(X)]
+
+
+def test_code_of_local_functions_can_be_pasted_where_they_are():
+    @ejkernel.tunable(times=[SLOW, FAST])
+    def local(x, *, times=SLOW):
+        return repeated(x, times)
+
+    nameless = ejkernel.tunable(
+        lambda x, *, times=SLOW: repeated(x, times), times=[SLOW, FAST], name="no-name"
+    )
+    exec(tune(local, X, quiet=True).code(), {"local": local})
+    exec(tune(nameless, X, quiet=True).code(), {"no_name": nameless})
+
+
 def test_the_result_of_a_text_is_a_result():
     result = tune(fast_is_found, X, quiet=True)
     read = type(result).loads(result.dumps())
