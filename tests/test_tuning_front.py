@@ -195,6 +195,28 @@ def test_calls_shares_and_limits_are_known():
     assert "4 calls" in render(result.run, "html")
 
 
+@pytest.mark.parametrize("wrapped", [lambda body: body, jax.checkpoint])
+def test_the_calls_of_a_training_step_over_layers(wrapped):
+    def loss(x, weights):
+        def body(y, weight):
+            return decorated(y * weight), None
+
+        return jax.lax.scan(wrapped(body), x, weights)[0].sum()
+
+    result = tune(jax.grad(loss, 1), X, jnp.ones(5), quiet=True)
+    assert [operation.calls for operation in result.run.operations] == [5]
+
+
+@pytest.mark.parametrize(("save", "said"), [(True, "is stored"), (False, "nothing is stored")])
+def test_ctrl_c_says_what_became_of_it(monkeypatch, save, said):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ejkernel.tuning.pipeline.tune_invocations", interrupted)
+    with pytest.raises(ejkernel.tuning.Interrupted, match=said):
+        tune(fast_is_found, X, save=save)
+
+
 def test_of_a_loop_of_unknown_length_no_calls_are_claimed():
     def model(x):
         def body(state):

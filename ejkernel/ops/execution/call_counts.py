@@ -40,7 +40,10 @@ def _count(
         label = _label(equation)
         # A call is one jitted function; what stands in it is labelled too.
         if label is not None and "jaxpr" in equation.params:
-            now[label] += times
+            # Differentiating a loop moves what depends on no argument in front of it, if only
+            # an empty call.
+            if equation.invars and equation.outvars:
+                now[label] += times
             continue
         if equation.primitive.name == "while":
             inside: collections.Counter[str] = collections.Counter()
