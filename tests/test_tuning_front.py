@@ -28,7 +28,7 @@ from front_kernels import (
 import ejkernel
 from ejkernel.ops import Executor, PersistentCache, Tuner, default_executor, set_default_executor
 from ejkernel.report import BeforeAfter, Gain, Run, render, summary
-from ejkernel.report.before_after import is_settled
+from ejkernel.report.before_after import MOST_ROUNDS, is_settled
 from ejkernel.tuning import NothingToTune
 
 X = jnp.ones((4, 4))
@@ -195,6 +195,49 @@ def test_calls_shares_and_limits_are_known():
     assert "4 calls" in render(result.run, "html")
 
 
+@pytest.mark.parametrize("wrapped", [lambda body: body, jax.checkpoint])
+def test_the_calls_of_a_training_step_over_layers(wrapped):
+    def loss(x, weights):
+        def body(y, weight):
+            return decorated(y * weight), None
+
+        return jax.lax.scan(wrapped(body), x, weights)[0].sum()
+
+    result = tune(jax.grad(loss, 1), X, jnp.ones(5), quiet=True)
+    assert [operation.calls for operation in result.run.operations] == [5]
+
+
+@pytest.mark.parametrize(("save", "said"), [(True, "is stored"), (False, "nothing is stored")])
+def test_ctrl_c_says_what_became_of_it(monkeypatch, save, said):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ejkernel.tuning.pipeline.tune_invocations", interrupted)
+    with pytest.raises(ejkernel.tuning.Interrupted, match=said):
+        tune(fast_is_found, X, save=save)
+
+
+def test_of_a_loop_of_unknown_length_no_calls_are_claimed():
+    def model(x):
+        def body(state):
+            return state[0] + 1, fast_is_found(state[1])
+
+        return jax.lax.while_loop(lambda state: state[0] < 3, body, (0, x))[1] + fast_is_found(x)
+
+    result = tune(model, X, quiet=True)
+    (operation,) = result.run.operations
+    assert result.run.step_seconds > 0
+    assert (operation.calls, operation.share, operation.most_gain) == (None, None, None)
+    assert "at most" not in str(result)
+
+
+def test_a_report_does_not_say_that_a_model_was_not_run_that_was():
+    result = tune(slow_is_best, X, quiet=True)
+    for page in (render(result.run, "html"), render(result.run, "md")):
+        assert "was not run" not in page
+        assert "it was not compared" in page
+
+
 def test_default_configs_that_are_best_are_not_compared(capsys):
     result = tune(slow_is_best, X)
     assert result.run.model is None
@@ -280,6 +323,36 @@ def test_something_else_is_not_compared_with(other, said):
     result = tune(fast_is_found.__call__, X, against=other, quiet=True)
     assert result.run.plain is None
     assert any(said in note for note in result.run.notes)
+
+
+def raises(x):
+    raise RuntimeError("boom")
+
+
+def test_a_plain_version_that_raises_does_not_hide_a_slower_model():
+    result = tune(misled, X, against=raises, quiet=True)
+    assert "not compared with plain JAX: raises raised RuntimeError: boom" in result.run.notes
+    assert result.run.rejected
+    assert not result.in_force
+
+
+def test_the_limit_that_ended_a_comparison_is_the_one_that_is_named(monkeypatch):
+    monkeypatch.setattr("ejkernel.tuning.whole_model.is_settled", lambda gain, rounds: False)
+    result = tune(lambda x: fast_is_found(x).sum(), X, quiet=True)
+    assert len(result.run.model.after) == MOST_ROUNDS
+    (note,) = (note for note in result.run.notes if "ended at its limit" in note)
+    assert f"its limit of {MOST_ROUNDS} rounds:" in note
+
+
+def test_what_could_not_be_stored_is_said(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "file" / "below"))
+        with pytest.warns(RuntimeWarning, match="journal"):
+            result = tune(fast_is_found, X)
+    assert result.not_stored == ("fast_is_found@v1",)
+    said = "tuned, but not stored: fast_is_found@v1"
+    assert said in capsys.readouterr().out
 
 
 def compared(baseline, times, low, high):
@@ -405,6 +478,33 @@ def test_code_can_be_pasted(kernel):
     assert chosen[0].times == FAST
     given = "times=1" if kernel is decorated else "cfg=Repeats(times=1)"
     assert f"{kernel.op_id}(..., {given})" in code
+
+
+def of_somebody_else(x, *, times=SLOW):
+    return repeated(x, times)
+
+
+renamed = ejkernel.tunable(of_somebody_else, times=[SLOW, FAST], name="mine/renamed-it")
+
+
+def test_code_names_the_variable_that_holds_the_function_of_somebody_else():
+    text = tune(renamed, X, quiet=True).code()
+    assert f"from {__name__} import renamed\n" in text
+    names = {}
+    exec(text, names)
+    assert list(names["TUNED"].values()) == [renamed.best(X)]
+
+
+def test_code_of_local_functions_can_be_pasted_where_they_are():
+    @ejkernel.tunable(times=[SLOW, FAST])
+    def local(x, *, times=SLOW):
+        return repeated(x, times)
+
+    nameless = ejkernel.tunable(
+        lambda x, *, times=SLOW: repeated(x, times), times=[SLOW, FAST], name="no-name"
+    )
+    exec(tune(local, X, quiet=True).code(), {"local": local})
+    exec(tune(nameless, X, quiet=True).code(), {"no_name": nameless})
 
 
 def test_the_result_of_a_text_is_a_result():

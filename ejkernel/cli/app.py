@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -149,6 +150,8 @@ def _run(arguments: list[str], state: State) -> int:
             state.result({"error": "interrupted", "exit_code": int(Exit.INTERRUPTED)})
         return Exit.INTERRUPTED
     except click.UsageError as error:
+        # A line that cannot be parsed ends before its flags are read.
+        state.as_json |= "--json" in itertools.takewhile("--".__ne__, arguments)
         usage = error.ctx.get_usage() if error.ctx is not None else ""
         hint = f"\nTry '{error.ctx.command_path} --help'." if error.ctx is not None else ""
         return _failed(state, f"{error.format_message()}{hint}", Exit.USAGE, error, usage)

@@ -162,9 +162,15 @@ def headline(run: Run) -> Headline:
         times(factor),
         _faster_title(factor, f"the {count}", plural=len(both) != 1),
         f"One call of each took {duration(before)} before tuning and takes {duration(after)} now"
-        f"{_percent_less(before, after)}. The whole model was not run.",
+        f"{_percent_less(before, after)}. {_model_not_compared(run)}",
         _together([how_sure(operation) for operation in run.operations]),
     )
+
+
+def _model_not_compared(run: Run) -> str:
+    if run.step_seconds is None:
+        return "The whole model was not run."
+    return f"One run of {run.title} takes {duration(run.step_seconds)}; it was not compared."
 
 
 def _of_model(model: BeforeAfter) -> Headline:

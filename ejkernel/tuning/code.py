@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -96,8 +97,37 @@ def _dtype_source(value: Any, imports: set[str]) -> str:
 
 def _class_source(cls: type, imports: set[str], kernel: Kernel[Any, Any] | None) -> str:
     if getattr(kernel, "Config", None) is cls:  # made by `tunable`: reached through its function
-        return f"{_imported(kernel, imports)}.Config"
+        return f"{_decorated(kernel, imports)}.Config"
     return _imported(cls, imports)
+
+
+def _decorated(kernel: Any, imports: set[str]) -> str:
+    """The name of a decorated function.
+
+    Where its own name is that of something else (`attend = tunable(flash_attention, …)`), it is
+    that of the variable that holds it.
+    """
+    own = sys.modules.get(kernel.__module__)
+    if _has_config_of(kernel, own, getattr(kernel, "__qualname__", "")):
+        return _imported(kernel, imports)
+    for home, module in sorted(sys.modules.items(), key=lambda item: item[0] != "__main__"):
+        if module is None or not isinstance(getattr(module, "__dict__", None), dict):
+            continue
+        for name, value in list(vars(module).items()):
+            if value is kernel and name.isidentifier():
+                if home != "__main__":
+                    imports.add(f"from {home} import {name}")
+                return name
+    # Of a function within a function there is only the name that it has there.
+    name = str(getattr(kernel, "__qualname__", "")).rpartition(".<locals>.")[2]
+    return name if name.replace(".", "_").isidentifier() else re.sub(r"\W", "_", kernel.op_id)
+
+
+def _has_config_of(kernel: Any, module: Any, path: str) -> bool:
+    found = module
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return getattr(found, "Config", None) is kernel.Config
 
 
 def _imported(what: Any, imports: set[str]) -> str:
@@ -112,4 +142,4 @@ def _imported(what: Any, imports: set[str]) -> str:
             if module != "__main__":  # the script that it is pasted into
                 imports.add(f"from {module} import {outer}")
             break
-    return str(name)
+    return str(name).rpartition(".<locals>.")[2]  # what is local has no other name

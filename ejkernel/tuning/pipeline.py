@@ -43,10 +43,11 @@ class NothingToTune(ValueError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C while tuning; `result` holds what is stored by now."""
+    """Ctrl-C while tuning; `result` holds what was learned by then."""
 
-    def __init__(self, result: TuningResult) -> None:
-        super().__init__("tuning was interrupted; what was learned is stored")
+    def __init__(self, result: TuningResult, *, saved: bool = True) -> None:
+        kept = "what was learned is stored" if saved else "nothing is stored, as save=False asks"
+        super().__init__(f"tuning was interrupted; {kept}")
         self.result = result
 
 
@@ -148,7 +149,7 @@ def tune_calls(
         took = time.perf_counter() - start
         result = _result(stored_result(selector, invocations))
         result.run = record(result, seconds=took, notes=["interrupted by Ctrl-C"])
-        raise Interrupted(result) from None
+        raise Interrupted(result, saved=order.save) from None
     result = _result(found)
     if comparison.is_slower:
         changed = [keys[key] for key in _changed(found, before) if key in keys]
@@ -157,6 +158,9 @@ def tune_calls(
         notes.insert(0, f"slower with the tuned configs: they are not put in force{stored}")
     elif order.save:
         result.not_stored = _not_stored(found, order.store, keys)
+        if result.not_stored:
+            missing = ", ".join(dict.fromkeys(result.not_stored))
+            notes.append(f"tuned, but not stored: {missing}")
     counts = None if whole is None else whole.count_calls()
     result.run = record(
         result, seconds=took, notes=notes, comparison=comparison, counts=counts or {}

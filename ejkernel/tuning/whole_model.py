@@ -11,6 +11,7 @@ from ..ops.execution.results import AutotuningResult
 from ..ops.execution.whole_function import WholeFunction
 from ..ops.tuner.clock import typical
 from ..report.before_after import (
+    MOST_ROUNDS,
     difference_of,
     heuristic_configs,
     interleaved,
@@ -123,8 +124,9 @@ def compare(
         for name, samples, difference in zip(names, others, differences, strict=True)
     }
     if others and not enough([after, *others]):
+        limit_of = f"{len(after)} rounds" if len(after) >= MOST_ROUNDS else f"{seconds:g} s"
         notes.append(
-            f"the comparison ended at its limit of {seconds:g} s: an interval is still wider than "
+            f"the comparison ended at its limit of {limit_of}: an interval is still wider than "
             "the change it shows"
         )
     plain = compared.pop("plain JAX", None)
@@ -155,7 +157,12 @@ def _difference(against: WholeFunction, output: Any) -> float | str | None:
     """How far a version in plain JAX is from ours; or why it is no version of it."""
     where = f"not compared with plain JAX: {against.name}"
     try:
-        difference = difference_of(against.timed()[1], output)
+        other = against.timed()[1]
+    except Exception as error:  # noqa: BLE001  ours is compared with what was in force all the same
+        first = (str(error).strip().splitlines() or [""])[0]
+        return f"{where} raised {type(error).__name__}: {first}"
+    try:
+        difference = difference_of(other, output)
     except (ValueError, TypeError) as error:
         return f"{where} returns something else ({error})"
     if difference is not None and not difference <= SAME_COMPUTATION:

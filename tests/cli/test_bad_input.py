@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import sys
 
@@ -19,6 +20,23 @@ def refused(done, code):
     assert "Traceback" not in done.err
     assert sum(line.startswith("error: ") for line in done.err.splitlines()) == 1
     return done.err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("no-such-command", "--json"),
+        ("configs", "no-such-command", "--json"),
+        ("tune", "--json", "--no-such-option"),
+        ("report", "--diff", "--json"),
+    ],
+)
+def test_a_line_that_cannot_be_parsed_is_answered_in_json_too(ej, line):
+    done = ej(*line)
+    refused(done, 2)
+    answer = json.loads(done.out)
+    assert answer["exit_code"] == 2
+    assert answer["error"].splitlines()[0] in done.err
 
 
 # --- module:function -----------------------------------------------------------------------------

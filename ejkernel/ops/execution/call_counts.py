@@ -13,14 +13,16 @@ def count_calls(jaxpr: Any) -> dict[str, int]:
     """The calls of each label when the program runs once.
 
     The body of a `scan` counts as often as it runs. Of a `while` loop nobody knows how often it
-    runs, so its body counts once; so does each branch of a `cond`. What a backward pass computes
-    again belongs to the call that was made forward.
+    runs, so what it calls is left out. Each branch of a `cond` counts once. What a backward pass
+    computes again belongs to the call that was made forward.
     """
     differentiated: collections.Counter[str] = collections.Counter()
     plain: collections.Counter[str] = collections.Counter()
-    _count(getattr(jaxpr, "jaxpr", jaxpr), 1, plain, differentiated)
+    unknown: set[str] = set()
+    _count(getattr(jaxpr, "jaxpr", jaxpr), 1, plain, differentiated, unknown)
     # What JAX moves out of a differentiated loop is a part of a call that is counted there.
-    return dict(plain) | dict(differentiated)
+    counts = dict(plain) | dict(differentiated)
+    return {label: calls for label, calls in counts.items() if label not in unknown}
 
 
 def _count(
@@ -28,6 +30,7 @@ def _count(
     times: int,
     counts: collections.Counter[str],
     differentiated: collections.Counter[str],
+    unknown: set[str],
 ) -> None:
     for equation in jaxpr.eqns:
         stack = str(equation.source_info.name_stack)
@@ -37,11 +40,20 @@ def _count(
         label = _label(equation)
         # A call is one jitted function; what stands in it is labelled too.
         if label is not None and "jaxpr" in equation.params:
-            now[label] += times
+            # Differentiating a loop moves what depends on no argument in front of it, if only
+            # an empty call.
+            if equation.invars and equation.outvars:
+                now[label] += times
+            continue
+        if equation.primitive.name == "while":
+            inside: collections.Counter[str] = collections.Counter()
+            for inner in _inner(equation):
+                _count(inner, 1, inside, inside, unknown)
+            unknown.update(inside)
             continue
         repeated = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
         for inner in _inner(equation):
-            _count(inner, times * repeated, now, differentiated)
+            _count(inner, times * repeated, now, differentiated, unknown)
 
 
 def _label(equation: Any) -> str | None:
