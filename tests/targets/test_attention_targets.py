@@ -42,7 +42,11 @@ def both_passes(implementation):
         )
 
     return dataclasses.replace(
-        implementation, forward=run, forward_with_residuals=None, backward=None, space=None
+        implementation,
+        forward=run,
+        forward_with_residuals=None,
+        backward=None,
+        space=lambda inv: [],
     )
 
 
