@@ -250,7 +250,7 @@ print(json.dumps([started, sorted(xla_bridge._backends), sorted(loaded())]))
 
 
 def test_importing_loads_what_is_built_and_starts_nothing(native_library, tmp_path):
-    assert run(IMPORT, built=native_library) == [[], [], ["flash_attention"]]
+    assert run(IMPORT, built=native_library) == [[], [], ["flash_attention", "paged_attention"]]
     assert run(IMPORT, built=tmp_path / "empty") == [[], [], []]
     assert not (tmp_path / "empty").exists()
 

@@ -55,19 +55,7 @@ class PagedAttention(Kernel[Any, jax.Array]):
 
     def work(self, inv: Invocation[Any, Any]) -> Work | None:
         """Both products with the keys and values of the pages in use, each of them read once."""
-        if inv.differentiated:
-            return None  # of sequences in a cache there is no gradient to speak of
-        q, k_pages, v_pages, table, _ = inv.args
-        (batch, per_sequence), (_, page_size, kv_heads, head_dim) = table.shape, k_pages.shape
-        tokens, features = q.shape[1], head_dim + v_pages.shape[3]
-        used = _lengths(batch, per_sequence * page_size)
-        seen = np.maximum(used[:, None] - np.arange(tokens), 0)  # by each of the last tokens
-        if (window := inv.kwargs.get("window")) is not None:
-            used, seen = np.minimum(used, window + tokens), np.minimum(seen, window + 1)
-        flops = 2.0 * q.shape[2] * features * seen.sum()
-        read = k_pages.dtype.itemsize * kv_heads * features * used.sum()
-        around = q.dtype.itemsize * q.size * (1 + v_pages.shape[3] / head_dim)
-        return Work(flops, float(read + around))
+        return _work(inv, np.full(inv.args[0].shape[0], inv.args[0].shape[1]))
 
 
 class RaggedPagedAttention(Kernel[Any, jax.Array]):
@@ -107,14 +95,23 @@ class RaggedPagedAttention(Kernel[Any, jax.Array]):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """One new token for most sequences, and what rows are left to a few prompts."""
         args, keywords = _made_inputs(inv, key)
-        rows, sequences = inv.args[0].shape[0], args[4].shape[0]
-        # As many prompts as it takes that none is longer than its sequence.
+        starts = np.concatenate([[0], np.cumsum(self._new_tokens(inv))])
+        return (*args, jnp.asarray(starts, inv.args[5].dtype)), keywords
+
+    def work(self, inv: Invocation[Any, Any]) -> Work | None:
+        """As of `paged_attention`, with the tokens that `make_inputs` gives each sequence."""
+        return _work(inv, self._new_tokens(inv))
+
+    @staticmethod
+    def _new_tokens(inv: Invocation[Any, Any]) -> Any:
+        """As many prompts as it takes that none is longer than its sequence; then single tokens."""
+        rows, (sequences, per_sequence) = inv.args[0].shape[0], inv.args[3].shape
         counts = np.full(sequences, 1 if rows >= sequences else 0)
         counts[: rows if rows < sequences else 0] = 1
-        for s, length in enumerate(np.asarray(args[4])):
+        lengths = _lengths(sequences, per_sequence * inv.args[1].shape[1])
+        for s, length in enumerate(lengths):
             counts[s] += max(0, min(int(length) - 1, rows - int(counts.sum())))
-        starts = np.concatenate([[0], np.cumsum(counts)])
-        return (*args, jnp.asarray(starts, inv.args[5].dtype)), keywords
+        return counts
 
 
 def _made_inputs(
@@ -136,6 +133,27 @@ def _made_inputs(
     args = (*map(normal, (q, k_pages, v_pages)), order, used)
     learned = {n: normal(x) for n, x in inv.kwargs.items() if n in LEARNED and x is not None}
     return args, {**inv.kwargs, **learned}
+
+
+def _work(inv: Invocation[Any, Any], new_tokens: Any) -> Work | None:
+    """What a call has to do for sequences with so many new tokens, in the tuner's inputs."""
+    if inv.differentiated:
+        return None  # of sequences in a cache there is no gradient to speak of
+    q, k_pages, v_pages, table = inv.args[:4]
+    (batch, per_sequence), (_, page_size, kv_heads, head_dim) = table.shape, k_pages.shape
+    features = head_dim + v_pages.shape[3]
+    lengths = np.where(new_tokens > 0, _lengths(batch, per_sequence * page_size), 0)
+    last = inv.kwargs.get("causal", True)  # each new token sees those before it
+    window = inv.kwargs.get("window")
+    seen = 0
+    for length, count in zip(lengths, new_tokens, strict=True):
+        keys = np.maximum(length - np.arange(count), 0) if last else np.full(count, length)
+        seen += int((keys if window is None else np.minimum(keys, window + 1)).sum())
+    read = lengths if window is None else np.minimum(lengths, window + new_tokens)
+    flops = 2.0 * q.shape[-2] * features * seen
+    pages = k_pages.dtype.itemsize * kv_heads * features * int(read.sum())
+    around = q.dtype.itemsize * q.size * (1 + v_pages.shape[3] / head_dim)
+    return Work(flops, float(pages + around))
 
 
 def _lengths(batch: int, longest: int) -> Any:
