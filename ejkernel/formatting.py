@@ -41,11 +41,12 @@ def duration(seconds: float | None) -> str:
         return f"{minutes} min {rest} s"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= size:
-            return f"{_three_digits(seconds / size)} {unit}"
-    return f"{_three_digits(seconds / 1e-9)} ns"
+            return f"{three_digits(seconds / size)} {unit}"
+    return f"{three_digits(seconds / 1e-9)} ns"
 
 
-def _three_digits(number: float) -> str:
+def three_digits(number: float) -> str:
+    """A number with three digits: `1.23`, `12.3`, `123`."""
     return f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f}"
 
 

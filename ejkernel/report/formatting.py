@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal
 
-from ..formatting import _three_digits, counted, duration, times
+from ..formatting import three_digits, counted, duration, times
 from ..speedup import interval as interval
 from .record import BeforeAfter, CountedWork, Operation, Roofline, Run
 
@@ -38,8 +38,8 @@ def per_second(number: float, unit: str) -> str:
     """
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if number >= size:
-            return f"{_three_digits(number / size)} {prefix}{unit}"
-    return f"{_three_digits(number / 1e3)} k{unit}"
+            return f"{three_digits(number / size)} {prefix}{unit}"
+    return f"{three_digits(number / 1e3)} k{unit}"
 
 
 def rate(work: CountedWork | None, seconds: float | None) -> str:
