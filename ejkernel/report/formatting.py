@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal
 
-from ..formatting import three_digits, counted, duration, times
+from ..formatting import counted, duration, three_digits, times
 from ..speedup import interval as interval
 from .record import BeforeAfter, CountedWork, Operation, Roofline, Run
 
